@@ -1,0 +1,48 @@
+# Every target installs what it needs into $(VENV) first; nothing else has to be done on a fresh machine.
+PYTHON ?= python3
+VENV ?= .venv
+# What pip is asked for before anything else, so that the build of torch is chosen here and not by a dependency.
+# Another build: make install TORCH="torch --index-url <index of that build>"
+TORCH ?= torch==2.13.0
+EXTRAS ?= dev
+PIP_INSTALL ?= $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
+SEED ?= $(shell $(PYTHON) -c "import secrets; print(secrets.randbelow(2**31))")
+PYTEST_ARGS ?=
+QUICKSTART_ARGS ?=
+
+STAMP := $(VENV)/.installed-$(EXTRAS)
+# One thread per process: two test processes on two cores, and figures that do not depend on the machine's core count.
+TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+
+.DEFAULT_GOAL := help
+.PHONY: help install quickstart test fuzz lint clean
+
+help:  ## list the targets
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+install: $(STAMP)  ## install torch, zaya_hf (editable) and the extras EXTRAS=dev into VENV=.venv
+
+$(STAMP): pyproject.toml
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(PIP_INSTALL) $(TORCH)
+	$(PIP_INSTALL) --editable ".[$(EXTRAS)]"
+	touch $@
+
+quickstart: $(STAMP)  ## train a tiny model for about a minute, save it, load it with and without zaya_hf, generate
+	$(VENV)/bin/zaya quickstart $(QUICKSTART_ARGS)
+
+test: $(STAMP)  ## the tests that need neither GPU nor network (PYTEST_ARGS adds to the command)
+	$(TEST_ENV) $(VENV)/bin/python -m pytest -q -n 2 $(PYTEST_ARGS)
+
+fuzz: $(STAMP)  ## the random tests with a fresh seed (SEED=N repeats one) and many more examples
+	@echo "fuzz: SEED=$(SEED)"
+	$(TEST_ENV) ZAYA_TEST_SEED=$(SEED) $(VENV)/bin/python -m pytest -q -n 2 \
+		--hypothesis-profile=fuzz --hypothesis-seed=$(SEED) $(PYTEST_ARGS)
+
+lint: $(STAMP)  ## ruff and mypy
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/mypy
+
+clean:  ## remove the environment, caches, builds and the quickstart's output
+	rm -rf $(VENV) build dist runs .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,157 @@
+"""The `zaya` command: reads its arguments, then imports zaya_hf and runs the command that was asked for.
+
+It stands outside the package because importing anything inside it runs `zaya_hf/__init__.py`, which registers classes
+with transformers and so loads torch. `zaya --help`, `zaya --version` and a misspelt option answer without that wait.
+
+Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted by Ctrl-C. Errors are one line on standard error;
+`--debug` or ZAYA_DEBUG=1 shows the traceback as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from pathlib import Path
+
+# command -> module whose `run(args) -> int` carries it out
+COMMANDS = {
+    "doctor": "zaya_hf.doctor",
+    "generate": "zaya_hf.generation_cli",
+    "quickstart": "zaya_hf.quickstart.run",
+}
+# Commands that read nothing but files of this machine: libraries below them must not reach for the network either.
+OFFLINE = frozenset({"doctor", "generate", "quickstart"})
+INTERRUPTED = 130
+BROKEN_PIPE = 141  # 128 + SIGPIPE, what a shell reports for a program that the signal ended
+
+
+def version() -> str:
+    """The installed version of zaya_hf, read from its metadata so that the package need not be imported."""
+    try:
+        return metadata.version("zaya_hf")
+    except metadata.PackageNotFoundError:
+        return "unknown (running from a source tree that is not installed)"
+
+
+def _number(convert: Callable[[str], float], allowed: Callable[[float], bool], wanted: str) -> Callable[[str], float]:
+    """An argparse type: `convert`, then refuse what `allowed` refuses with `wanted` in the message."""
+
+    def parse(text: str) -> float:
+        try:
+            value = convert(text)
+        except ValueError:
+            value = None
+        if value is None or not allowed(value):
+            raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
+        return value
+
+    return parse
+
+
+_POSITIVE = _number(int, lambda n: n >= 1, "a whole number from 1 up")
+_SEED = _number(int, lambda n: 0 <= n < 2**63, "a whole number from 0 up")
+_TEMPERATURE = _number(float, lambda t: 0 <= t < float("inf"), "a number from 0 up (0 means greedy)")
+_TOP_P = _number(float, lambda p: 0 < p <= 1, "a number above 0 and at most 1")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all commands. Imports nothing but the standard library."""
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument(
+        "--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error (or ZAYA_DEBUG=1)"
+    )
+    parser = argparse.ArgumentParser(
+        prog="zaya", description="ZAYA1 models in transformers: check, generate, train.", parents=[common]
+    )
+    parser.add_argument("--version", action="version", version=f"zaya_hf {version()}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+
+    doctor = commands.add_parser(
+        "doctor", parents=[common], help="what is installed here, what will run, and what is missing"
+    )
+    doctor.add_argument("--json", action="store_true", help="print one JSON object")
+
+    generate = commands.add_parser(
+        "generate",
+        parents=[common],
+        help="continue a prompt with a saved model",
+        description="Load the model and tokenizer of a folder and continue a prompt. Text goes to standard output.",
+    )
+    generate.add_argument("path", type=Path, metavar="PATH", help="folder of a saved ZAYA model, any published layout")
+    source = generate.add_mutually_exclusive_group()
+    source.add_argument("--prompt", metavar="TEXT", help="the prompt; without it and --prompt-file, standard input")
+    source.add_argument("--prompt-file", type=Path, metavar="FILE", help="read the prompt from a UTF-8 file")
+    generate.add_argument("--max-new-tokens", type=_POSITIVE, default=128, metavar="N", help="default: %(default)s")
+    generate.add_argument(
+        "--temperature", type=_TEMPERATURE, metavar="T", help="0 is greedy; default: the folder's generation config"
+    )
+    generate.add_argument("--top-p", type=_TOP_P, metavar="P", help="sample from the likeliest words of total mass P")
+    generate.add_argument("--top-k", type=_POSITIVE, metavar="K", help="sample from the K likeliest words")
+    generate.add_argument("--num-beams", type=_POSITIVE, metavar="N", help="beam search; the text then comes at the end")
+    generate.add_argument("--seed", type=_SEED, metavar="N", help="makes sampling repeatable")
+    generate.add_argument(
+        "--dtype",
+        choices=["auto", "float32", "bfloat16", "float16"],
+        default="auto",
+        help="of the weights; auto, the default, keeps the folder's",
+    )
+    generate.add_argument("--device", metavar="DEVICE", help="cpu, cuda, cuda:1 (also for ROCm); default: a GPU if any")
+    generate.add_argument("--chat", action="store_true", help="put the prompt into the tokenizer's chat template")
+    generate.add_argument("--json", action="store_true", help="print one JSON object instead of streaming the text")
+
+    quickstart = commands.add_parser(
+        "quickstart",
+        parents=[common],
+        help="train a tiny model on this machine's own Python text, save it, load it, generate",
+        description="Train a tiny ZAYA model on text that every Python installation has, save it, and check that stock "
+        "transformers computes the same logits from the saved folder. Offline; about a minute on two CPU cores.",
+    )
+    quickstart.add_argument("--steps", type=_POSITIVE, default=800, metavar="N", help="default: %(default)s")
+    quickstart.add_argument("--seed", type=_SEED, default=0, metavar="N", help="default: %(default)s")
+    quickstart.add_argument(
+        "--out", type=Path, default=Path("runs/quickstart"), metavar="FOLDER", help="default: %(default)s"
+    )
+    return parser
+
+
+def _one_line(error: BaseException) -> str:
+    """The message of an error on one line; the type is named where the message alone would not say what happened."""
+    text = " ".join(str(error).split())
+    if isinstance(error, (ValueError, OSError)) and text:
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code. `argv` is the command line without the program's name."""
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    if args.command == "generate" and args.prompt is None and args.prompt_file is None and sys.stdin.isatty():
+        parser.error("generate: no prompt: give --prompt TEXT, --prompt-file FILE, or text on standard input")
+    debug = getattr(args, "debug", False) or os.environ.get("ZAYA_DEBUG") == "1"
+    if args.command in OFFLINE:
+        os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported
+    try:
+        code: int = importlib.import_module(COMMANDS[args.command]).run(args)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        print(f"\nzaya {args.command}: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader (head, less) is gone. Python flushes standard output once more at exit: give it somewhere to go.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    except Exception as error:
+        if debug:
+            raise
+        print(f"zaya {args.command}: error: {_one_line(error)}", file=sys.stderr)
+        return 1
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,290 @@
+"""What CCA adds to the transformers cache: two convolution states per layer, and the history of the rows.
+
+A layer of ZAYA needs, besides keys and values, the last ``k0 + k1 - 2`` columns of the raw query/key projection
+(``[B, C, k0 + k1 - 2]``) and the last delayed value (``[B, width, 1]``), both in the dtype of the activations. The library's
+hybrid layers hold such states, but lose them in several operations (repeating or selecting rows, resetting to another batch
+size, cropping, a state of width 0). The subclasses here do every operation on all of it. `adopt` puts them into a cache that
+a caller or ``generate`` made, in place; transformers' own table of layer types is left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from transformers.cache_utils import (
+    Cache,
+    DynamicCache,
+    DynamicLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+)
+
+from .visibility import RowHistory
+
+QK, VALUE = 0, 1  # indices of the two convolution states
+
+
+class CCALayerMixin:
+    """Convolution states, and all cache operations on states, keys, values and history together.
+
+    The history object is shared by all layers of a cache and changed by the first one (`owns_history`), which every loop over
+    layers visits first.
+    """
+
+    history: RowHistory
+    owns_history: bool
+    #: raw columns since recording began or the last crop, the state before them included; None while not recording
+    recorded: list[torch.Tensor] | None
+
+    def bind(self, history: RowHistory, owns_history: bool) -> None:
+        self.history, self.owns_history, self.recorded = history, owns_history, None
+        self.number_of_states = 2
+        for states in (self.conv_states, self.recurrent_states, self.conv_kernel_size):
+            states.setdefault(VALUE, None)
+        for flags in (self.is_conv_states_initialized, self.is_recurrent_states_initialized, self.has_previous_state):
+            flags.setdefault(VALUE, False)
+
+    # ------------------------------------------------------------------------------------------- reading and writing
+    def states(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """``[B, C, k0 + k1 - 2]`` and ``[B, width]``, or None before the first token."""
+        if not self.has_previous_state[QK]:
+            return None
+        return self.conv_states[QK], self.conv_states[VALUE][..., 0]
+
+    def store(self, qk: torch.Tensor, value: torch.Tensor, before: tuple[torch.Tensor, torch.Tensor],
+              tokens: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """Take over the states after a call.
+
+        Args:
+            qk, value: new states, ``[B, C, k0 + k1 - 2]`` and ``[B, width]``.
+            before: the states that the call started from, same shapes.
+            tokens: raw columns of the call, ``[B, S, C]`` and ``[B, S, width]``; kept only while recording.
+        """
+        if self.record_past:
+            start = self.recorded or [before[QK], before[VALUE][..., None]]
+            self.recorded = [torch.cat([old, new.transpose(1, 2)], dim=-1) for old, new in zip(start, tokens)]
+        else:
+            self.recorded = None
+        for index, state in ((QK, qk), (VALUE, value[..., None])):
+            self.conv_states[index] = state
+            self.conv_kernel_size[index] = state.shape[-1]
+            self.is_conv_states_initialized[index] = self.has_previous_state[index] = True
+        self.device, self.dtype = qk.device, qk.dtype
+
+    # --------------------------------------------------------------------------------------------------- operations
+    @property
+    def is_croppable(self) -> bool:
+        return bool(self.has_previous_state[QK])
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last `-tokens_to_remove` tokens of every row (transformers passes 0 or a negative number).
+
+        Raises:
+            RuntimeError: before anything changes, without `activate_past_recording()` before those tokens, beyond the first
+                recorded token, or when a row has padding behind real tokens (then "the last n" differ by row).
+        """
+        if tokens_to_remove > 0:
+            raise RuntimeError(f"crop takes 0 or a negative number of tokens to remove, not {tokens_to_remove}.")
+        remove = -tokens_to_remove
+        if self.recorded is None:
+            if remove == 0:
+                return
+            raise RuntimeError("crop needs activate_past_recording() on the cache before the tokens to remove were fed.")
+        available = self.recorded[VALUE].shape[-1] - 1
+        if remove > available:
+            raise RuntimeError(f"crop({tokens_to_remove}) reaches beyond the {available} tokens that were recorded.")
+        if self.owns_history and remove:
+            if self.history.has_holes():
+                raise RuntimeError("crop cannot remove tokens from rows that have padding behind real tokens.")
+            self.history.crop(remove)
+        self._crop_attention(remove)
+        self._crop_states(remove)
+
+    def _crop_states(self, remove: int) -> None:
+        assert self.recorded is not None
+        for index in (QK, VALUE):
+            columns, width = self.recorded[index], self.conv_kernel_size[index]
+            end = columns.shape[-1] - remove
+            self.recorded[index] = columns[..., end - width : end]
+            if remove == 0:
+                continue
+            state = self.recorded[index]
+            run = self.history.last_run(width) if width else None
+            if run is not None:  # what lies before the last document is not this document's past
+                age = torch.arange(width, 0, -1, device=state.device)
+                state = torch.where((age <= run[:, None])[:, None], state, self.blank(index, state))
+            self.conv_states[index] = state
+
+    def blank(self, index: int, like: torch.Tensor) -> torch.Tensor:
+        """What position 0 reads: zeros for the convolutions; for the value, the projection of nothing."""
+        if index == VALUE and self.value_of_nothing is not None:
+            return self.value_of_nothing[:, None].to(like.dtype)
+        return torch.zeros_like(like)
+
+    #: ``[width]``: the delayed projection's bias, where there is one
+    value_of_nothing: torch.Tensor | None = None
+
+    def reset(self) -> None:
+        """Forget everything; the next prompt may have another batch size."""
+        if self.owns_history:
+            self.history.__init__()  # type: ignore[misc]
+        self.recorded = None
+        for index in (QK, VALUE):
+            self.conv_states[index] = None
+            self.is_conv_states_initialized[index] = self.has_previous_state[index] = False
+        super().reset()
+
+    def _map_rows(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        if self.owns_history:
+            self.history.map_rows(fn)
+        for index in (QK, VALUE):
+            if self.conv_states[index] is not None:
+                self.conv_states[index] = fn(self.conv_states[index])
+        if self.recorded is not None:
+            self.recorded = [fn(columns) for columns in self.recorded]
+        if self.is_initialized and self.keys is not None:
+            self.keys, self.values = fn(self.keys), fn(self.values)
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        self._map_rows(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._map_rows(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self._map_rows(lambda tensor: tensor[indices.to(tensor.device) if isinstance(indices, torch.Tensor) else indices])
+
+    def _move_states(self, device) -> None:
+        for index in (QK, VALUE):
+            if self.conv_states[index] is not None:
+                self.conv_states[index] = self.conv_states[index].to(device, non_blocking=True)
+        if self.recorded is not None:
+            self.recorded = [columns.to(device, non_blocking=True) for columns in self.recorded]
+
+    def offload(self) -> None:
+        self._move_states("cpu")
+        if self.is_initialized:
+            self.keys, self.values = (t.to("cpu", non_blocking=True) for t in (self.keys, self.values))
+
+    def prefetch(self) -> None:
+        if self.device is not None:
+            self._move_states(self.device)
+        if self.is_initialized and self.keys.device != self.device:
+            self.keys, self.values = (t.to(self.device, non_blocking=True) for t in (self.keys, self.values))
+
+
+class ZayaFullLayer(CCALayerMixin, LinearAttentionAndFullAttentionLayer):
+    """States, keys and values of a layer with full attention."""
+
+    def _crop_attention(self, remove: int) -> None:
+        DynamicLayer.crop(self, -remove)
+
+
+class ZayaSlidingLayer(CCALayerMixin, LinearAttentionAndSlidingWindowAttentionLayer):
+    """States, keys and values of a layer with sliding-window attention.
+
+    The library keeps the last ``window - 1`` slots. After right padding those may be padding, so the last ``window - 1`` real
+    tokens of every row are kept instead.
+    """
+
+    def _kept(self) -> int:
+        stored = self.keys.shape[-2] if self.is_initialized and self.keys.ndim == 4 else 0
+        return min(stored, self.history.slots_for(self.sliding_window - 1))
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        kept = self._kept()
+        return kept + query_length, self.cumulative_length - kept
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, num_keys: int, **kwargs):
+        """``[B, G, S, D]`` keys and values in; the last `num_keys`, which the mask of this call covers, out."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        keys = torch.cat([self.keys, key_states], dim=-2)
+        values = torch.cat([self.values, value_states], dim=-2)
+        self.cumulative_length += key_states.shape[-2]
+        keep = keys.shape[-2] if self.record_past else self.history.slots_for(self.sliding_window - 1)
+        start = max(keys.shape[-2] - keep, 0)
+        self.keys, self.values = keys[:, :, start:], values[:, :, start:]
+        first = keys.shape[-2] - num_keys
+        return keys[:, :, first:], values[:, :, first:]
+
+    def _crop_attention(self, remove: int) -> None:
+        end = self.keys.shape[-2] - remove
+        start = max(end - self.history.slots_for(self.sliding_window - 1), 0)
+        self.keys, self.values = self.keys[:, :, start:end], self.values[:, :, start:end]
+        self.cumulative_length -= remove
+
+
+#: library layer class -> ours, by layer type of the config
+KNOWN_LAYERS: dict[str, tuple[type, type]] = {
+    "hybrid": (LinearAttentionAndFullAttentionLayer, ZayaFullLayer),
+    "hybrid_sliding": (LinearAttentionAndSlidingWindowAttentionLayer, ZayaSlidingLayer),
+}
+
+
+def adopt(cache: Cache, config) -> RowHistory:
+    """Make `cache` hold what ZAYA needs, in place, and return its row history. Cheap when already done.
+
+    Args:
+        cache: a `DynamicCache`, made with this model's config or bare.
+        config: the model's `ZayaConfig`.
+
+    Raises:
+        TypeError: for another kind of cache; it says what to pass instead.
+        ValueError: for a cache that another model's config built or filled.
+    """
+    if isinstance(cache, Cache) and cache.layers and isinstance(cache.layers[0], CCALayerMixin):
+        if len(cache.layers) != config.num_hidden_layers:
+            raise ValueError(f"the cache has {len(cache.layers)} layers, the model {config.num_hidden_layers}.")
+        return cache.layers[0].history
+    if not isinstance(cache, DynamicCache):
+        raise TypeError(
+            f"ZAYA cannot use a cache of type {type(cache).__name__}: its layers do not hold convolution states. "
+            "Pass DynamicCache(config=model.config), or nothing."
+        )
+    history = RowHistory()
+    if not cache.layers:
+        cache.layers = [_new_layer(config, layer_type) for layer_type in config.layer_types]
+        cache.layer_class_to_replicate = None
+    elif len(cache.layers) != config.num_hidden_layers:
+        raise ValueError(f"the cache has {len(cache.layers)} layers, the model {config.num_hidden_layers}.")
+    else:
+        for index, (layer, layer_type) in enumerate(zip(cache.layers, config.layer_types)):
+            known, _ = KNOWN_LAYERS[layer_type]
+            if type(layer) is not known:
+                raise ValueError(
+                    f"layer {index} of the cache is a {type(layer).__name__}, but the model has a {layer_type!r} layer there: "
+                    "the cache was made for another model. Pass DynamicCache(config=model.config), or nothing."
+                )
+            if layer.is_initialized or any(layer.is_conv_states_initialized.values()):
+                raise ValueError("the cache was filled by another model class; its states cannot be taken over.")
+            if layer_type == "hybrid_sliding" and layer.sliding_window != config.sliding_window:
+                raise ValueError(
+                    f"layer {index} of the cache has a window of {layer.sliding_window}, the model {config.sliding_window}."
+                )
+    for index, (layer, layer_type) in enumerate(zip(cache.layers, config.layer_types)):
+        ours = object.__new__(KNOWN_LAYERS[layer_type][1])
+        ours.__dict__.update(layer.__dict__)
+        ours.bind(history, owns_history=index == 0)
+        cache.layers[index] = ours
+    return history
+
+
+def _new_layer(config, layer_type: str):
+    library_class, _ = KNOWN_LAYERS[layer_type]
+    window = {"sliding_window": config.sliding_window} if layer_type == "hybrid_sliding" else {}
+    return library_class(number_of_states=2, **window)
+
+
+def check_batch(cache: Cache, batch_size: int) -> None:
+    """Refuse a call whose batch size is not the cache's.
+
+    Raises:
+        ValueError: naming both sizes.
+    """
+    states = cache.layers[0].states()
+    if states is not None and states[QK].shape[0] != batch_size:
+        raise ValueError(
+            f"the call has {batch_size} rows, the cache {states[QK].shape[0]}; reset() it, or select or repeat its rows first."
+        )

@@ -1,0 +1,200 @@
+"""`zaya generate`: continue a prompt with the model and tokenizer of one folder.
+
+Text is streamed to standard output as it is made; progress goes to standard error, and only on a terminal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, TextStreamer
+from transformers.utils import logging as transformers_logging
+
+from zaya_hf.configuration_zaya import ZayaConfig
+from zaya_hf.modeling_zaya import ZayaForCausalLM
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry out `zaya generate`; `args` are the options of its parser. Returns the exit code.
+
+    Raises:
+        ValueError, OSError: the folder, the prompt or an option does not fit; the message says what would.
+    """
+    _check_folder(args.path)
+    prompt = read_prompt(args.prompt, args.prompt_file)
+    device = pick_device(args.device)
+    on_terminal = sys.stderr.isatty()
+    if not on_terminal:
+        transformers_logging.disable_progress_bar()
+    config = AutoConfig.from_pretrained(args.path)
+    if not isinstance(config, ZayaConfig):
+        raise ValueError(f"{args.path} holds a model of type {config.model_type!r}; zaya generate runs ZAYA models")
+    tokenizer = AutoTokenizer.from_pretrained(args.path)
+    inputs = encode(tokenizer, prompt, args.chat, args.path)
+    check_length(inputs["input_ids"].shape[1], args.max_new_tokens, config.max_position_embeddings)
+    if on_terminal:
+        print(f"loading {args.path} on {device} ...", file=sys.stderr)
+    dtype = args.dtype if args.dtype == "auto" else getattr(torch, args.dtype)
+    model: ZayaForCausalLM = AutoModelForCausalLM.from_pretrained(args.path, dtype=dtype).to(device).eval()
+
+    options = generation_options(args)
+    beams = options.get("num_beams", model.generation_config.num_beams) or 1
+    stream = not args.json and beams == 1  # a beam's text may still be replaced until the search ends
+    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if stream else None
+    if args.seed is not None:
+        torch.manual_seed(args.seed)
+    started = time.perf_counter()
+    output = model.generate(**inputs.to(device), **options, streamer=streamer)
+    seconds = time.perf_counter() - started
+
+    new_tokens = output[0, inputs["input_ids"].shape[1] :].tolist()
+    text = tokenizer.decode(new_tokens, skip_special_tokens=True)
+    if args.json:
+        print(json.dumps(_report(args, model, prompt, text, inputs, new_tokens, seconds), ensure_ascii=False))
+    elif not stream:
+        print(text)
+    if on_terminal:
+        print(f"{len(new_tokens)} tokens, {len(new_tokens) / seconds:.1f} tokens/s", file=sys.stderr)
+    return 0
+
+
+def _check_folder(folder: Path) -> None:
+    if not folder.is_dir():
+        hint = "it is a file" if folder.exists() else "a model of the Hub has to be downloaded first"
+        raise ValueError(f"no such folder: {folder} ({hint})")
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"no config.json in {folder}: it is not the folder of a saved model")
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        raise ValueError(f"no tokenizer in {folder}: put the model's tokenizer.json and tokenizer_config.json there")
+
+
+def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
+    """The prompt from the option, the file, or else standard input.
+
+    Raises:
+        ValueError: it is empty or only white space, the file is not there, or the text is not UTF-8.
+    """
+    if prompt is not None:
+        text, origin = prompt, "--prompt"
+    else:
+        if prompt_file is not None and not prompt_file.is_file():
+            raise ValueError(f"no such file: {prompt_file}")
+        origin = "standard input" if prompt_file is None else str(prompt_file)
+        data = sys.stdin.buffer.read() if prompt_file is None else prompt_file.read_bytes()
+        try:
+            text = data.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{origin} is not UTF-8 text (byte {error.start})") from None
+    if not text.strip():
+        raise ValueError(f"the prompt from {origin} is empty")
+    return text
+
+
+def pick_device(name: str | None) -> torch.device:
+    """The device of that name, or without a name the first GPU if there is one, else the CPU.
+
+    Raises:
+        ValueError: no device of that name is here.
+    """
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name is None:
+        return torch.device("cuda" if gpus else "cpu")
+    present = ["cpu", *(["cuda"] if gpus else []), *(f"cuda:{i}" for i in range(gpus))]
+    if name not in present:
+        raise ValueError(f"no device {name!r} here; available: {', '.join(present)}")
+    return torch.device(name)
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, prompt: str, chat: bool, folder: Path) -> Any:
+    """The prompt as a batch of one: input_ids and attention_mask, int64 [1, tokens].
+
+    Raises:
+        ValueError: `chat` was asked for and the tokenizer has no chat template, or the prompt gives no token.
+    """
+    if chat:
+        if not tokenizer.chat_template:
+            raise ValueError(f"the tokenizer in {folder} has no chat template: leave out --chat")
+        inputs = tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+    else:
+        inputs = tokenizer(prompt, return_tensors="pt")
+    if inputs["input_ids"].shape[1] == 0:
+        raise ValueError("the tokenizer makes no token of this prompt")
+    # Some tokenizers add token_type_ids, which a decoder-only model has no use for.
+    for name in set(inputs) - {"input_ids", "attention_mask"}:
+        del inputs[name]
+    return inputs
+
+
+def check_length(prompt_tokens: int, new_tokens: int, limit: int) -> None:
+    """Refuse what does not fit into the model's `limit` positions.
+
+    Raises:
+        ValueError: the prompt alone, or with `new_tokens` more, is too long.
+    """
+    if prompt_tokens >= limit:
+        raise ValueError(
+            f"the prompt has {prompt_tokens} tokens, and the model has {limit} positions (max_position_embeddings): "
+            f"shorten it to {limit - 1} at most"
+        )
+    if prompt_tokens + new_tokens > limit:
+        raise ValueError(
+            f"{prompt_tokens} prompt tokens and {new_tokens} new ones do not fit into the model's {limit} positions "
+            f"(max_position_embeddings): --max-new-tokens can be at most {limit - prompt_tokens}"
+        )
+
+
+def generation_options(args: argparse.Namespace) -> dict[str, Any]:
+    """What `generate` is told beyond the folder's generation config: only what was given on the command line."""
+    options: dict[str, Any] = {"max_new_tokens": args.max_new_tokens}
+    if args.temperature == 0:
+        if args.top_p is not None or args.top_k is not None:
+            raise ValueError("--temperature 0 is greedy and has no use for --top-p and --top-k: leave them out")
+        options["do_sample"] = False
+        # Left over from the folder's config they would only raise warnings about unused settings.
+        options |= {"temperature": None, "top_p": None, "top_k": None}
+    elif args.temperature is not None or args.top_p is not None or args.top_k is not None:
+        options["do_sample"] = True
+        given = {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k}
+        options |= {name: value for name, value in given.items() if value is not None}
+    if args.num_beams is not None:
+        options["num_beams"] = args.num_beams
+    return options
+
+
+def _report(
+    args: argparse.Namespace,
+    model: ZayaForCausalLM,
+    prompt: str,
+    text: str,
+    inputs: Any,
+    new_tokens: list[int],
+    seconds: float,
+) -> dict[str, Any]:
+    return {
+        "path": str(args.path),
+        "prompt": prompt,
+        "text": text,
+        "prompt_tokens": inputs["input_ids"].shape[1],
+        "new_tokens": new_tokens,
+        "finish_reason": "eos" if new_tokens and new_tokens[-1] in _end_tokens(model) else "length",
+        "seconds": seconds,
+        "device": str(model.device),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "attention": model.config._attn_implementation,
+        "experts": model.config._experts_implementation,
+    }
+
+
+def _end_tokens(model: ZayaForCausalLM) -> set[int]:
+    ends = model.generation_config.eos_token_id
+    return set(ends) if isinstance(ends, list) else {ends}

@@ -1,0 +1,619 @@
+"""The ZAYA1 model, top to bottom as the papers describe it.
+
+CCA attention (arXiv 2510.04476), MLP router with Exponential Depth Averaging, top-1 experts and residual scaling
+(arXiv 2605.05365). Tensor names and shapes are those of the combined layout that transformers' `zaya` uses.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization as init
+from transformers.activations import ACT2FN
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.generation import GenerationMixin
+from transformers.integrations import use_experts_implementation
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel, slice_logits_to_keep
+from transformers.utils import can_return_tuple
+from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.import_utils import is_tracing
+from transformers.utils.output_capturing import OutputRecorder, capture_outputs
+
+from . import ops, visibility
+from .cache import adopt, check_batch
+from .configuration_zaya import ZayaConfig
+from .generation import RightPaddingMixin
+from .loading import ZayaLoadingMixin
+from .losses import causal_lm_loss
+from .outputs import ZayaCausalLMOutput, ZayaModelOutput
+from .rotary import RotaryTables
+from .visibility import Visibility
+
+
+class ZayaRMSNorm(nn.Module):
+    """RMSNorm in fp32 or wider; the result has the weight's dtype."""
+
+    def __init__(self, hidden_size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(hidden_size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.rms_norm(x, self.weight, self.eps)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, eps={self.eps}"
+
+
+class ZayaResidualScaling(nn.Module):
+    """``(output + b) s + (residual + b') s'`` on a stream that is not rounded."""
+
+    def __init__(self, hidden_size: int):
+        super().__init__()
+        self.hidden_states_scale = nn.Parameter(torch.ones(hidden_size))
+        self.hidden_states_bias = nn.Parameter(torch.zeros(hidden_size))
+        self.residual_scale = nn.Parameter(torch.ones(hidden_size))
+        self.residual_bias = nn.Parameter(torch.zeros(hidden_size))
+
+    def forward(self, output: Tensor, residual: Tensor) -> Tensor:
+        return ops.residual_merge(
+            output, residual, self.hidden_states_scale, self.hidden_states_bias, self.residual_scale, self.residual_bias
+        )
+
+
+# ------------------------------------------------------------------------------------------------------- attention
+class ZayaCCAProjection(nn.Module):
+    """The four down-projections of CCA and the weights of its two convolutions."""
+
+    def __init__(self, config: ZayaConfig):
+        super().__init__()
+        query_width = config.num_attention_heads * config.head_dim
+        key_width = config.num_key_value_heads * config.head_dim
+        channels = query_width + key_width
+        bias = config.attention_bias
+        self.q_proj = nn.Linear(config.hidden_size, query_width, bias=bias)
+        self.k_proj = nn.Linear(config.hidden_size, key_width, bias=bias)
+        self.v_proj_current = nn.Linear(config.hidden_size, key_width // 2, bias=bias)
+        self.v_proj_delayed = nn.Linear(config.hidden_size, key_width // 2, bias=bias)
+        self.conv_qk_depthwise = nn.Conv1d(channels, channels, config.cca_time0, groups=channels)
+        self.conv_qk_grouped = nn.Conv1d(channels, channels, config.cca_time1, groups=channels // config.head_dim)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """``[B, S, hidden_size]`` to raw queries, raw keys, current value half, delayed value half."""
+        return self.q_proj(x), self.k_proj(x), self.v_proj_current(x), self.v_proj_delayed(x)
+
+
+class ZayaQKNorm(nn.Module):
+    """Holds the key temperature, one per key/value head. A fresh model starts at 1: at 0 every key would be zero."""
+
+    def __init__(self, config: ZayaConfig):
+        super().__init__()
+        self.temp = nn.Parameter(torch.ones(config.num_key_value_heads))
+
+
+class ZayaAttention(nn.Module):
+    """Attention on the compressed, convolved, normalised and rotated heads."""
+
+    def __init__(self, config: ZayaConfig, layer_idx: int):
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.head_dim = config.head_dim
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.scaling = config.head_dim**-0.5
+        self.attention_dropout = config.attention_dropout
+        self.is_causal = True
+        self.look_back = config.cca_time0 + config.cca_time1 - 2
+        self.layer_type = config.layer_types[layer_idx]
+        self.sliding_window = config.sliding_window if self.layer_type == "hybrid_sliding" else None
+        self.qkv_proj = ZayaCCAProjection(config)
+        self.qk_norm = ZayaQKNorm(config)
+        self.o_proj = nn.Linear(config.num_attention_heads * config.head_dim, config.hidden_size, bias=config.attention_bias)
+
+    def forward(
+        self,
+        x: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        visible: Visibility,
+        cache: Cache | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        projection = self.qkv_proj
+        raw_query, raw_key, value_current, value_delayed = projection(x)
+        nothing = projection.v_proj_delayed.bias
+        states = self._states(cache, visible, nothing)
+        query, key, value = ops.cca_mix(
+            raw_query,
+            raw_key,
+            value_current,
+            value_delayed,
+            depthwise_weight=projection.conv_qk_depthwise.weight,
+            depthwise_bias=projection.conv_qk_depthwise.bias,
+            grouped_weight=projection.conv_qk_grouped.weight,
+            grouped_bias=projection.conv_qk_grouped.bias,
+            temperature=self.qk_norm.temp,
+            cos=position_embeddings[0],
+            sin=position_embeddings[1],
+            head_dim=self.head_dim,
+            clamp_temperature=self.config.clamp_temp,
+            value_of_nothing=nothing,
+            reach=visible.reach,
+            states=states,
+        )
+        if cache is not None:
+            self._store(cache, visible, states, torch.cat([raw_query, raw_key], dim=-1), value_delayed)
+            key, value = cache.update(key, value, self.layer_idx, num_keys=visible.key_lengths[self.layer_type])
+
+        attend: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
+        mask = (visible.masks or {}).get(self.layer_type)
+        if query.numel() == 0:  # no row or no token: not every backend takes empty tensors
+            attend, mask = eager_attention, None
+        output, weights = attend(
+            self,
+            query,
+            key,
+            value,
+            mask,
+            dropout=self.attention_dropout if self.training else 0.0,
+            scaling=self.scaling,
+            sliding_window=self.sliding_window,
+            **{**kwargs, **(visible.attention_kwargs or {})},
+        )
+        return self.o_proj(output.flatten(2)), weights
+
+    def _states(self, cache: Cache | None, visible: Visibility, nothing: Tensor | None) -> ops.SegmentStates | None:
+        """What the rows saw before this call; a row whose cached document has ended starts from nothing."""
+        kept = None if cache is None else cache.layers[self.layer_idx].states()
+        if kept is None:
+            return None
+        qk, value = kept
+        if visible.continues is not None:
+            qk = torch.where(visible.continues[:, None, None], qk, 0)
+            fresh = torch.zeros_like(value[0]) if nothing is None else nothing.to(value.dtype)
+            value = torch.where(visible.continues[:, None], value, fresh)
+        return ops.SegmentStates(qk, value, visible.entry_index, visible.entry_valid)
+
+    def _store(self, cache: Cache, visible: Visibility, states: ops.SegmentStates | None, raw: Tensor, value_delayed: Tensor):
+        layer = cache.layers[self.layer_idx]
+        nothing = self.qkv_proj.v_proj_delayed.bias
+        before = layer.states() or ops.initial_states(raw, value_delayed, self.look_back, nothing)
+        qk, value = ops.next_states(
+            raw, value_delayed, before, reach=visible.reach, states=states, last=visible.last, has_real=visible.has_real
+        )
+        layer.value_of_nothing = nothing
+        layer.store(qk, value, before, (raw, value_delayed))
+
+
+def eager_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    """softmax(q k^T * scaling + mask) v, softmax in fp32 or wider; ``[B, S, H, D]`` and the weights ``[B, H, S, keys]``."""
+    key = key.repeat_interleave(module.num_key_value_groups, dim=1)
+    value = value.repeat_interleave(module.num_key_value_groups, dim=1)
+    scores = query @ key.transpose(2, 3) * scaling
+    if attention_mask is not None:
+        scores = scores + attention_mask
+    wide = torch.promote_types(query.dtype, torch.float32)
+    weights = torch.softmax(scores, dim=-1, dtype=wide).to(query.dtype)
+    weights = nn.functional.dropout(weights, p=dropout, training=module.training)
+    return (weights @ value).transpose(1, 2).contiguous(), weights
+
+
+# ---------------------------------------------------------------------------------------------- mixture of experts
+class ZayaRouterMLP(nn.Module):
+    """RMSNorm and three linear layers with GELU between them."""
+
+    def __init__(self, config: ZayaConfig):
+        super().__init__()
+        width = config.router_hidden_size
+        eps = config.rms_norm_eps if config.router_norm_eps is None else config.router_norm_eps
+        self.norm = ZayaRMSNorm(width, eps)
+        self.fc1 = nn.Linear(width, width)
+        self.fc2 = nn.Linear(width, width)
+        self.out_proj = nn.Linear(width, config.num_experts + 1, bias=False)
+        self.act_fn = nn.GELU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out_proj(self.act_fn(self.fc2(self.act_fn(self.fc1(self.norm(x))))))
+
+
+class ZayaRouter(nn.Module):
+    """Chooses one slot per token: an expert, or the last slot, which skips them."""
+
+    def __init__(self, config: ZayaConfig, layer_idx: int):
+        super().__init__()
+        self.down_proj = nn.Linear(config.hidden_size, config.router_hidden_size)
+        if layer_idx > 0:
+            self.router_states_scale = nn.Parameter(torch.ones(config.router_hidden_size))
+        self.router_mlp = ZayaRouterMLP(config)
+        self.balancing_biases = nn.Buffer(initial_balancing_biases(config.num_experts))
+
+    def forward(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """
+        Args:
+            x: ``[B, S, hidden_size]``.
+            state: ``[B, S, router_hidden_size]`` of the layer before, after its own averaging and before its norm.
+
+        Returns:
+            logits ``[B S, E + 1]``, slots ``[B S]``, weights ``[B S]``, and the state for the next layer.
+        """
+        router_state = self.down_proj(x)
+        if state is not None:
+            router_state = router_state + self.router_states_scale * state
+        logits = self.router_mlp(router_state).flatten(0, 1)
+        slots, weights = ops.select_slots(logits, self.balancing_biases)
+        return logits, slots, weights, router_state
+
+    def _apply(self, fn, recurse=True):
+        """Move the balancing biases as asked, but never change their dtype: in bf16 close biases merge and updates vanish."""
+        biases = self.balancing_biases
+        super()._apply(fn, recurse)
+        if self.balancing_biases.dtype != biases.dtype:
+            self.balancing_biases = biases.to(self.balancing_biases.device)
+        return self
+
+
+def initial_balancing_biases(num_experts: int) -> Tensor:
+    """``[E + 1]`` fp32: no preference among experts; the skip slot loses against each of them."""
+    return torch.cat([torch.zeros(num_experts), -torch.ones(1)]).to(torch.float32)
+
+
+@use_experts_implementation
+class ZayaExperts(nn.Module):
+    """Expert weights as two 3-D parameters. The decorator adds transformers' own implementations; this is "eager"."""
+
+    def __init__(self, config: ZayaConfig):
+        super().__init__()
+        self.num_experts = config.num_experts
+        self.gate_up_proj = nn.Parameter(torch.empty(config.num_experts, 2 * config.moe_intermediate_size, config.hidden_size))
+        self.down_proj = nn.Parameter(torch.empty(config.num_experts, config.hidden_size, config.moe_intermediate_size))
+        self.act_fn = ACT2FN[config.hidden_act]
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        slots, weights = top_k_index[:, 0], top_k_weights[:, 0]
+        return ops.experts(hidden_states, slots, weights, self.gate_up_proj, self.down_proj, self.act_fn)
+
+
+class ZayaSparseMoeBlock(nn.Module):
+    """Router and experts. Tokens in the skip slot reach no expert: they get nothing, or themselves times their weight."""
+
+    def __init__(self, config: ZayaConfig, layer_idx: int):
+        super().__init__()
+        self.config = config
+        self.gate = ZayaRouter(config, layer_idx)
+        self.experts = ZayaExperts(config)
+        # The skip slot's index is num_experts, which the library's implementations leave out when they know that it can occur.
+        self.experts._is_expert_parallel = True
+
+    def forward(self, x: Tensor, router_state: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Output ``[B, S, hidden_size]``, router state, router logits ``[B S, E + 1]``, slots ``[B, S]``."""
+        logits, slots, weights, router_state = self.gate(x, router_state)
+        flat = x.flatten(0, 1)
+        weights = weights.to(flat.dtype)
+        output = self._run_experts(flat, slots, weights)
+        if self.config.skip_expert == "identity":
+            skipped = (slots == self.config.num_experts)[:, None]
+            output = torch.where(skipped, flat * weights[:, None], output)
+        return output.view_as(x), router_state, logits, slots.view(x.shape[:-1])
+
+    def _run_experts(self, flat: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
+        implementation = self.config._experts_implementation
+        if flat.shape[0] == 0:
+            return ops.experts(flat, slots, weights, self.experts.gate_up_proj, self.experts.down_proj, self.experts.act_fn)
+        if implementation == "batched_mm" and flat.device.type == "cpu" and not is_tracing(flat):
+            # It has no way to leave a row out, so leave it out for it where looking costs nothing.
+            rows = (slots < self.config.num_experts).nonzero()[:, 0]
+            if rows.numel() == 0:
+                return ops.experts(flat, slots, weights, self.experts.gate_up_proj, self.experts.down_proj, self.experts.act_fn)
+            if rows.numel() < slots.numel():
+                kept = self.experts(flat[rows], slots[rows, None], weights[rows, None])
+                return torch.zeros_like(flat).index_copy(0, rows, kept)
+        return self.experts(flat, slots[:, None], weights[:, None])
+
+
+# ----------------------------------------------------------------------------------------------------------- model
+class ZayaDecoderLayer(GradientCheckpointingLayer):
+    """Attention and experts, each between a norm and a scaled merge into the stream."""
+
+    def __init__(self, config: ZayaConfig, layer_idx: int):
+        super().__init__()
+        self.stream_dtype = None if config.residual_in_fp32 else "activations"
+        self.input_layernorm = ZayaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = ZayaAttention(config, layer_idx)
+        self.post_attention_residual_scale = ZayaResidualScaling(config.hidden_size)
+        self.post_attention_layernorm = ZayaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = ZayaSparseMoeBlock(config, layer_idx)
+        self.post_mlp_residual_scale = ZayaResidualScaling(config.hidden_size)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        router_state: Tensor | None,
+        position_embeddings: tuple[Tensor, Tensor],
+        visible: Visibility,
+        cache: Cache | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Stream ``[B, S, hidden_size]``, router state, router logits and slots."""
+        output, _ = self.self_attn(self.input_layernorm(hidden_states), position_embeddings, visible, cache, **kwargs)
+        hidden_states = self._to_stream(self.post_attention_residual_scale(output, hidden_states), output)
+        output, router_state, logits, slots = self.mlp(self.post_attention_layernorm(hidden_states), router_state)
+        hidden_states = self._to_stream(self.post_mlp_residual_scale(output, hidden_states), output)
+        return hidden_states, router_state, logits, slots
+
+    def _to_stream(self, merged: Tensor, output: Tensor) -> Tensor:
+        return merged if self.stream_dtype is None else merged.to(output.dtype)
+
+
+def as_zaya_config(config: Any) -> ZayaConfig:
+    """Our config as it is; transformers' own `zaya` config converted. Raises TypeError for anything else."""
+    if isinstance(config, ZayaConfig):
+        return config
+    if getattr(config, "model_type", None) == "zaya":
+        return ZayaConfig.from_native(config)
+    raise TypeError(f"a ZAYA model needs a ZayaConfig, not a {type(config).__name__}.")
+
+
+class ZayaPreTrainedModel(ZayaLoadingMixin, PreTrainedModel):
+    """What every ZAYA model class shares: initialisation, loading, and what transformers asks about it."""
+
+    config_class = ZayaConfig
+    config: ZayaConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["ZayaDecoderLayer"]
+    _skip_keys_device_placement = ["cache"]
+    _supports_flash_attn = True
+    _supports_sdpa = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    _can_compile_fullgraph = False
+    _is_stateful = False
+    _can_record_outputs = {
+        "hidden_states": OutputRecorder(ZayaDecoderLayer, index=0),
+        "attentions": OutputRecorder(ZayaAttention, index=1),
+    }
+
+    # transformers guesses both from the source text of the module; say it instead.
+    @classmethod
+    def _can_set_attn_implementation(cls) -> bool:
+        return True
+
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        return True
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Values of a fresh model. `init` leaves every tensor alone that was loaded."""
+        super()._init_weights(module)
+        if isinstance(module, ZayaRMSNorm):
+            init.ones_(module.weight)
+        elif isinstance(module, ZayaResidualScaling):
+            init.ones_(module.hidden_states_scale)
+            init.ones_(module.residual_scale)
+            init.zeros_(module.hidden_states_bias)
+            init.zeros_(module.residual_bias)
+        elif isinstance(module, ZayaModel):
+            init.ones_(module.input_hidden_states_scale)
+            init.zeros_(module.input_hidden_states_bias)
+        elif isinstance(module, ZayaQKNorm):
+            init.ones_(module.temp)
+        elif isinstance(module, ZayaRouter):
+            if hasattr(module, "router_states_scale"):
+                init.ones_(module.router_states_scale)
+            biases = module.balancing_biases
+            init.copy_(biases, initial_balancing_biases(biases.shape[0] - 1).to(biases.device))
+        elif isinstance(module, ZayaExperts):
+            init.normal_(module.gate_up_proj, mean=0.0, std=self.config.initializer_range)
+            init.normal_(module.down_proj, mean=0.0, std=self.config.initializer_range)
+
+
+class ZayaModel(ZayaPreTrainedModel):
+    """Embedding, layers and final norm.
+
+    Args:
+        config: a `ZayaConfig`, or transformers' own, which is converted.
+    """
+
+    def __init__(self, config: ZayaConfig):
+        config = as_zaya_config(config)
+        super().__init__(config)
+        self.padding_idx = config.pad_token_id
+        self.vocab_size = config.vocab_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
+        self.input_hidden_states_scale = nn.Parameter(torch.ones(config.hidden_size))
+        self.input_hidden_states_bias = nn.Parameter(torch.zeros(config.hidden_size))
+        self.layers = nn.ModuleList(ZayaDecoderLayer(config, index) for index in range(config.num_hidden_layers))
+        self.norm = ZayaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.rotary = RotaryTables(config)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cache: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_router_logits: bool | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        cu_seq_lens_k: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs: Any,
+    ) -> ZayaModelOutput:
+        """
+        Args:
+            input_ids: ``[B, S]`` int; or `inputs_embeds` ``[B, S, hidden_size]`` instead.
+            attention_mask: ``[B, S]`` (with a cache also ``[B, cached + S]``), 0 for padding on either side; or a 4-D mask,
+                bool or additive, ``[B or 1, heads or 1, S, cached + S]``.
+            position_ids: ``[B or 1, S]``. Where a position is not its predecessor's + 1, another document starts: neither
+                attention nor the convolutions nor the delayed value look across.
+            cache: a `DynamicCache`, also under its older name `past_key_values`.
+            output_router_logits: fill the router fields of the output (default: the config's).
+            cu_seq_lens_q, cu_seq_lens_k: ``[documents + 1]`` cumulative lengths for one packed row; documents may be empty.
+
+        Raises:
+            ValueError: for contradicting arguments, shapes that fit nothing above, ids outside the vocabulary.
+            TypeError: for a cache that cannot hold ZAYA's states.
+        """
+        cache = one_cache(cache, past_key_values)
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give exactly one of input_ids and inputs_embeds.")
+        if inputs_embeds is None:
+            check_ids(input_ids, self.vocab_size)
+            inputs_embeds = self.embed_tokens(input_ids)
+        if use_cache and cache is None:
+            cache = DynamicCache(config=self.config)
+        history = None if cache is None else adopt(cache, self.config)
+        if cache is not None:
+            check_batch(cache, inputs_embeds.shape[0])
+        if cu_seq_lens_q is not None and cu_seq_lens_k is not None and cu_seq_lens_q is not cu_seq_lens_k:
+            if cu_seq_lens_q.shape != cu_seq_lens_k.shape:
+                raise ValueError("cu_seq_lens_q and cu_seq_lens_k describe different documents.")
+
+        visible = visibility.describe(
+            self.config,
+            batch_size=inputs_embeds.shape[0],
+            sequence_length=inputs_embeds.shape[1],
+            device=inputs_embeds.device,
+            dtype=inputs_embeds.dtype,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            cu_seq_lens=cu_seq_lens_k if cu_seq_lens_q is None else cu_seq_lens_q,
+            history=history,
+            cache=cache,
+        )
+        if history is not None:
+            history.extend(visible)
+        tables = self.rotary(visible.position_ids, inputs_embeds.dtype)
+
+        merged = ops.residual_merge(inputs_embeds, None, self.input_hidden_states_scale, self.input_hidden_states_bias)
+        hidden_states = merged if self.config.residual_in_fp32 else merged.to(inputs_embeds.dtype)
+        router_state = None
+        record = self.config.output_router_logits if output_router_logits is None else output_router_logits
+        router_logits, router_slots = [], []
+        for layer, layer_type in zip(self.layers, self.config.layer_types):
+            hidden_states, router_state, logits, slots = layer(
+                hidden_states, router_state, tables[layer_type], visible, cache=cache, **kwargs
+            )
+            if record:
+                router_logits.append(logits)
+                router_slots.append(slots)
+        output = ZayaModelOutput(last_hidden_state=self.norm(hidden_states), cache=cache if use_cache else None)
+        if record:
+            real = visible.real
+            num_slots = self.config.num_experts + 1
+            flat_real = None if real is None else real.flatten()
+            output.tokens_per_slot = torch.stack([ops.count_slots(s.flatten(), num_slots, flat_real) for s in router_slots])
+            output.router_slots = tuple(s if real is None else torch.where(real, s, -1) for s in router_slots)
+            output.router_logits = tuple(router_logits)
+        return output
+
+
+def one_cache(cache: Cache | None, past_key_values: Cache | None) -> Cache | None:
+    """The cache, under whichever of its two names it came. Raises ValueError for two different ones."""
+    if cache is not None and past_key_values is not None and cache is not past_key_values:
+        raise ValueError("cache and past_key_values are two names of one argument, but two caches were given.")
+    return past_key_values if cache is None else cache
+
+
+def check_ids(input_ids: Tensor, vocab_size: int) -> None:
+    """Refuse ids outside the vocabulary. On an accelerator reading them would stall it: there only with ZAYA_DEBUG=1."""
+    if is_tracing(input_ids) or input_ids.numel() == 0:
+        return
+    if input_ids.device.type != "cpu" and os.environ.get("ZAYA_DEBUG") != "1":
+        return
+    low, high = (int(bound) for bound in input_ids.aminmax())
+    if low < 0 or high >= vocab_size:
+        wrong = low if low < 0 else high
+        raise ValueError(f"input_ids contain {wrong}; ids must lie in 0 ... {vocab_size - 1}.")
+
+
+class ZayaForCausalLM(ZayaPreTrainedModel, RightPaddingMixin, GenerationMixin):
+    """`ZayaModel` with a language-model head.
+
+    Args:
+        config: a `ZayaConfig`, or transformers' own, which is converted.
+    """
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _fsdp_plan = {"lm_head": "keep_full_weight"}
+
+    def __init__(self, config: ZayaConfig):
+        config = as_zaya_config(config)
+        super().__init__(config)
+        self.model = ZayaModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=config.lm_head_bias)
+        self.loss_function = causal_lm_loss
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cache: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_router_logits: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        past_key_values: Cache | None = None,
+        **kwargs: Any,
+    ) -> ZayaCausalLMOutput:
+        """`ZayaModel.forward`, then logits and loss.
+
+        Args:
+            labels: ``[B, S]`` int64, not shifted; -100 marks positions without a target. Without any target the loss is 0.
+            logits_to_keep: the last n positions only (0: all), or an index tensor.
+        """
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            cache=one_cache(cache, past_key_values),
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            output_router_logits=output_router_logits,
+            **kwargs,
+        )
+        logits = self._logits(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
+        loss = None
+        if labels is not None or kwargs.get("shift_labels") is not None:
+            loss = self.loss_function(logits, labels, self.vocab_size, **kwargs)
+        return ZayaCausalLMOutput(
+            loss=loss,
+            logits=logits,
+            cache=outputs.cache,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            router_logits=outputs.router_logits,
+            router_slots=outputs.router_slots,
+            tokens_per_slot=outputs.tokens_per_slot,
+        )
+
+    def _logits(self, hidden_states: Tensor) -> Tensor:
+        if not self.config.fp32_logits:
+            return self.lm_head(hidden_states)
+        wide = torch.promote_types(hidden_states.dtype, torch.float32)
+        bias = None if self.lm_head.bias is None else self.lm_head.bias.to(wide)
+        return nn.functional.linear(hidden_states.to(wide), self.lm_head.weight.to(wide), bias)

@@ -1,0 +1,224 @@
+"""CCA's mixing step, as the paper states it (arXiv 2510.04476, section 2): convolutions, q-k mean, norms, RoPE, value shift.
+
+Shapes: ``B`` rows, ``S`` tokens, ``H`` query heads, ``G`` key/value heads, ``D`` head width, ``C = (H + G) D`` channels,
+``K = k0 + k1 - 2`` tokens of look-back, ``N`` segments with a state, ``W = G D / 2`` the width of either value half.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass
+class SegmentStates:
+    """What N segments saw before this call. Every cached row is such a segment; so is a chunk with a halo, or a continuation
+    that shares a context.
+
+    Attributes:
+        qk: ``[N, C, K]`` raw query/key columns, oldest first; zeros where there was no token.
+        value: ``[N, W]`` delayed projection of the token before; the projection of nothing where there was none.
+        index: ``[N, >= max(K, 1)]`` flat position (``row * S + column``) of the segment's first tokens in this call. None:
+            one segment per row, beginning at its first column.
+        valid: ``[N, >= max(K, 1)]`` bool, whether that token exists and belongs to the segment.
+    """
+
+    qk: Tensor
+    value: Tensor
+    index: Tensor | None = None
+    valid: Tensor | None = None
+
+
+def promote(tensor: Tensor) -> Tensor:
+    """At least fp32; a float64 tensor stays float64."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def earlier_tokens(x: Tensor, steps: int, reach: Tensor | None, states: SegmentStates | None, columns: Tensor | None,
+                   nothing: Tensor | None = None) -> Tensor:
+    """The value of every token's `steps`-th predecessor.
+
+    Args:
+        x: ``[B, S, C]``.
+        steps: 0 or more.
+        reach: ``[B, S]`` predecessors inside this call; None: all of the row.
+        states: where segments with a past begin.
+        columns: ``[N, C, M]`` their last M tokens, oldest first (`states.qk`, or the delayed value with M = 1).
+        nothing: ``[C]`` what lies before the first token of a segment without a past; None: zeros.
+
+    Returns:
+        ``[B, S, C]``.
+    """
+    if steps == 0:
+        return x
+    batch_size, length, channels = x.shape
+    if states is not None and states.index is None and reach is None:
+        assert columns is not None
+        window = torch.cat([columns.transpose(1, 2).to(x.dtype), x], dim=1)
+        start = columns.shape[-1] - steps
+        return window[:, start : start + length]
+    kept = max(length - steps, 0)
+    shifted = torch.cat([x.new_zeros(batch_size, length - kept, channels), x[:, :kept]], dim=1)
+    found = torch.arange(length, device=x.device) >= steps if reach is None else reach >= steps
+    if reach is not None:
+        shifted = torch.where(found[..., None], shifted, 0)
+    if states is not None and length:
+        assert columns is not None and states.index is not None and states.valid is not None
+        # Token o of a segment (o < steps) finds its predecessor in column M - steps + o of the state.
+        first = columns.shape[-1] - steps
+        valid, index = states.valid[:, :steps], states.index[:, :steps].reshape(-1)
+        incoming = torch.where(valid[..., None], columns[..., first:].transpose(1, 2).to(x.dtype), 0)
+        flat = shifted.reshape(-1, channels).index_add(0, index, incoming.reshape(-1, channels))
+        shifted = flat.view(batch_size, length, channels)
+        if nothing is not None:
+            arrived = torch.zeros(batch_size * length, device=x.device).index_add(0, index, valid.reshape(-1).float())
+            found = found | (arrived > 0).view(batch_size, length)
+    return shifted if nothing is None else torch.where(found[..., None], shifted, nothing.to(x.dtype))
+
+
+def cca_mix(
+    query: Tensor,
+    key: Tensor,
+    value_current: Tensor,
+    value_delayed: Tensor,
+    *,
+    depthwise_weight: Tensor,
+    depthwise_bias: Tensor,
+    grouped_weight: Tensor,
+    grouped_bias: Tensor,
+    temperature: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    head_dim: int,
+    clamp_temperature: bool = False,
+    value_of_nothing: Tensor | None = None,
+    reach: Tensor | None = None,
+    states: SegmentStates | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values for attention from the four projections.
+
+    Both convolutions are linear and padded once, with zeros before the first, so a token at reach r reads zeros for every
+    raw column beyond r, and the depthwise bias alone where the second convolution looks before the first token.
+
+    Args:
+        query, key: raw projections ``[B, S, H D]`` and ``[B, S, G D]``.
+        value_current, value_delayed: ``[B, S, W]`` each.
+        depthwise_weight, depthwise_bias: ``[C, 1, k0]``, ``[C]``.
+        grouped_weight, grouped_bias: ``[C, D, k1]``, ``[C]``; one group per head.
+        temperature: ``[G]`` factor on the normalised keys; with `clamp_temperature` exp(clamp(t, 1e-7, 2)).
+        cos, sin: ``[B or 1, S, R]`` with R <= D even; the first R dimensions of each head are rotated (half-split pairs).
+        value_of_nothing: ``[W]`` delayed value before the first token; None: zeros.
+        reach: ``[B, S]``, see `earlier_tokens`.
+        states: the past of the segments that have one.
+
+    Returns:
+        ``[B, H, S, D]``, ``[B, G, S, D]`` and ``[B, G, S, D]``, in the dtype of `query`. Normalisation, temperature and
+        rotation run in fp32 or wider.
+    """
+    batch_size, length, _ = query.shape
+    dtype = query.dtype
+    heads, groups = query.shape[-1] // head_dim, key.shape[-1] // head_dim
+    raw = torch.cat([query, key], dim=-1)
+    mixed = _convolutions(raw, depthwise_weight, depthwise_bias, grouped_weight, grouped_bias, head_dim, reach, states)
+
+    raw_q = promote(query).view(batch_size, length, groups, heads // groups, head_dim)
+    raw_k = promote(key).view(batch_size, length, groups, 1, head_dim)
+    mean_q = (raw_q + raw_k) / 2
+    mean_k = mean_q.mean(dim=3)
+    q = mixed[:, :, :heads] + mean_q.flatten(2, 3)
+    k = mixed[:, :, heads:] + mean_k
+
+    scale = promote(temperature)
+    if clamp_temperature:
+        scale = scale.clamp(1e-7, 2.0).exp()
+    q = rotate(unit_rms(q), cos, sin)
+    k = rotate(unit_rms(k) * scale[:, None], cos, sin)
+
+    delayed_columns = None if states is None else states.value[..., None]
+    delayed = earlier_tokens(value_delayed, 1, reach, states, delayed_columns, value_of_nothing)
+    value = torch.cat([value_current, delayed], dim=-1).view(batch_size, length, groups, head_dim)
+    return q.to(dtype).transpose(1, 2), k.to(dtype).transpose(1, 2), value.transpose(1, 2)
+
+
+def _convolutions(raw: Tensor, depthwise_weight: Tensor, depthwise_bias: Tensor, grouped_weight: Tensor, grouped_bias: Tensor,
+                  head_dim: int, reach: Tensor | None, states: SegmentStates | None) -> Tensor:
+    """Depthwise, then per-head convolution, ``[B, S, C]`` -> ``[B, S, H + G, D]`` (fp32 or wider)."""
+    batch_size, length, channels = raw.shape
+    heads = channels // head_dim
+    width0, width1 = depthwise_weight.shape[-1], grouped_weight.shape[-1]
+    columns = None if states is None else states.qk
+    earlier = [promote(earlier_tokens(raw, steps, reach, states, columns)) for steps in range(width0 + width1 - 1)]
+    taps = promote(depthwise_weight[:, 0]).unbind(-1)  # the last tap is the token itself
+    depthwise = []
+    for delay in reversed(range(width1)):  # oldest first, as the grouped weight is stored
+        out = promote(depthwise_bias)
+        for tap in range(width0):
+            out = out + taps[width0 - 1 - tap] * earlier[delay + tap]
+        depthwise.append(out.to(raw.dtype).view(batch_size * length, heads, head_dim))
+    stacked = torch.cat(depthwise, dim=-1).transpose(0, 1)  # [heads, B S, k1 D]
+    weight = grouped_weight.view(heads, head_dim, head_dim, width1).permute(0, 3, 2, 1).flatten(1, 2)
+    mixed = torch.bmm(stacked, weight.to(raw.dtype)).transpose(0, 1)
+    return promote(mixed).reshape(batch_size, length, heads, head_dim) + promote(grouped_bias).view(heads, head_dim)
+
+
+def unit_rms(x: Tensor) -> Tensor:
+    """Scale vectors along the last dimension to length sqrt(D) (L2, not RMSNorm's eps): zero stays zero."""
+    return F.normalize(x, dim=-1, eps=torch.finfo(x.dtype).eps) * x.shape[-1] ** 0.5
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """RoPE on the first R dimensions of ``[B, S, heads, D]``; dimension i pairs with i + R / 2."""
+    width = cos.shape[-1]
+    cos, sin = cos[:, :, None], sin[:, :, None]
+    rotated, passed = x[..., :width], x[..., width:]
+    first, second = rotated.chunk(2, dim=-1)
+    turned = torch.cat([-second, first], dim=-1)
+    return torch.cat([rotated * cos + turned * sin, passed], dim=-1)
+
+
+def next_states(
+    raw: Tensor,
+    value_delayed: Tensor,
+    before: tuple[Tensor, Tensor],
+    *,
+    reach: Tensor | None = None,
+    states: SegmentStates | None = None,
+    last: Tensor | None = None,
+    has_real: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The states of every row after this call.
+
+    Args:
+        raw: ``[B, S, C]`` concatenated raw queries and keys; `value_delayed` ``[B, S, W]``.
+        before: ``[B, C, K]`` and ``[B, W]``, the states before this call, which rows without a real token keep.
+        reach, states: as in `cca_mix`; `states` with one segment per row.
+        last: ``[B]`` column of each row's last real token; None: the last column.
+        has_real: ``[B]`` whether the row had one; None: all had.
+
+    Returns:
+        ``[B, C, K]`` and ``[B, W]``, new tensors.
+    """
+    batch_size, length, _ = raw.shape
+    if length == 0:
+        return before
+    rows = torch.arange(batch_size, device=raw.device)
+    column = rows.new_full((batch_size,), length - 1) if last is None else last
+    columns = None if states is None else states.qk
+    steps = reversed(range(before[0].shape[-1]))
+    picked = [earlier_tokens(raw, step, reach, states, columns)[rows, column] for step in steps]
+    qk = torch.stack(picked, dim=-1) if picked else before[0]
+    value = value_delayed[rows, column]
+    if has_real is not None:
+        qk = torch.where(has_real[:, None, None], qk, before[0].to(qk.dtype))
+        value = torch.where(has_real[:, None], value, before[1].to(value.dtype))
+    return qk, value
+
+
+def initial_states(raw: Tensor, value_delayed: Tensor, look_back: int, value_of_nothing: Tensor | None) -> tuple[Tensor, Tensor]:
+    """What position 0 of a fresh sequence reads: ``[B, C, K]`` zeros, and ``[B, W]`` the projection of nothing."""
+    qk = raw.new_zeros(raw.shape[0], raw.shape[-1], look_back)
+    value = value_delayed.new_zeros(raw.shape[0], value_delayed.shape[-1])
+    return qk, value if value_of_nothing is None else value + value_of_nothing.to(value.dtype)

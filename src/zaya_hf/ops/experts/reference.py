@@ -1,0 +1,40 @@
+"""Top-1 gated experts, sorted once: nothing is computed for skipped tokens or experts without tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def experts(x: Tensor, slots: Tensor, weights: Tensor, gate_up_proj: Tensor, down_proj: Tensor,
+            act_fn: Callable[[Tensor], Tensor]) -> Tensor:
+    """``weights[n] * down(act(gate(x[n])) * up(x[n]))`` with the expert that slot n names.
+
+    Args:
+        x: ``[N, D]``.
+        slots: ``[N]`` int64; E or more: no expert, the result is 0.
+        weights: ``[N]``.
+        gate_up_proj: ``[E, 2 I, D]``, gate first; `down_proj`: ``[E, D, I]``.
+
+    Returns:
+        ``[N, D]`` in the dtype of `x`. Experts without tokens get gradients of exactly 0.
+    """
+    num_experts = gate_up_proj.shape[0]
+    order = slots.argsort(stable=True)
+    counts = torch.bincount(slots, minlength=num_experts)[:num_experts].tolist()
+    order = order[: sum(counts)]
+    parts = []
+    # unbind, not indexing: its backward is one stack, where each index would build a gradient of all experts
+    gate_up, down = gate_up_proj.unbind(0), down_proj.unbind(0)
+    for expert, rows in enumerate(order.split(counts)):
+        if rows.numel() == 0:
+            continue
+        gate, up = F.linear(x[rows], gate_up[expert]).chunk(2, dim=-1)
+        parts.append(F.linear(act_fn(gate) * up, down[expert]) * weights[rows, None].to(x.dtype))
+    if not parts:
+        # An empty slice keeps both weights in the graph, so that their gradients are zeros and not missing.
+        return torch.zeros_like(x) + (gate_up_proj[:0].sum() + down_proj[:0].sum()).to(x.dtype)
+    return torch.zeros_like(x).index_copy(0, order, torch.cat(parts).to(x.dtype))

@@ -1,0 +1,64 @@
+"""The quickstart's tokenizer: byte-level BPE trained on its corpus, each digit a token of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+PAD, EOS = "<pad>", "<eos>"
+_SAMPLE_BYTES = 1_500_000  # more changes the merges little and takes longer
+
+
+def train_tokenizer(texts: Sequence[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """Learn `vocab_size` entries from `texts`. Id 0 is pad; id 1 stands between documents, so it is eos and bos.
+
+    Every byte has an entry, so any text is encoded without an unknown token and decoded to itself.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[PAD, EOS],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    sample, size = [], 0
+    for text in texts:
+        if size >= _SAMPLE_BYTES:
+            break
+        sample.append(text)
+        size += len(text)
+    tokenizer.train_from_iterator(sample, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=EOS,
+        bos_token=EOS,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def encode_documents(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> torch.Tensor:
+    """One stream of ids, int64 [tokens], with an eos after every document."""
+    eos = tokenizer.eos_token_id
+    stream: list[int] = []
+    for ids in tokenizer(list(texts), add_special_tokens=False)["input_ids"]:
+        stream.extend(ids)
+        stream.append(eos)
+    return torch.tensor(stream, dtype=torch.int64)
+
+
+def bytes_per_entry(tokenizer: PreTrainedTokenizerFast) -> torch.Tensor:
+    """How many bytes of text each id stands for, int64 [vocab]; 0 for special tokens.
+
+    Byte-level BPE writes each byte as one character, so an entry's length in characters is its length in bytes.
+    """
+    special = set(tokenizer.all_special_ids)
+    entries = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
+    return torch.tensor([0 if i in special else len(entry) for i, entry in enumerate(entries)], dtype=torch.int64)

@@ -1,0 +1,64 @@
+"""Rotary tables. Frequencies follow from the config alone, so they are no buffer: nothing to cast, load or lose."""
+
+from __future__ import annotations
+
+import torch
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.utils.import_utils import is_tracing
+
+
+class RotaryTables:
+    """cos and sin for each layer type of a config. Frequencies are computed once, in fp32 on CPU, and kept per device."""
+
+    def __init__(self, config) -> None:
+        self.layer_types = list(dict.fromkeys(config.layer_types))
+        # Plain numbers: a model may be built on the meta device or under another default device.
+        self._numbers = {layer_type: _frequencies(config, layer_type) for layer_type in self.layer_types}
+        self._per_device: dict[tuple[str, torch.device], torch.Tensor] = {}
+
+    def frequencies(self, layer_type: str, device: torch.device) -> torch.Tensor:
+        """``[rotary_dim / 2]`` fp32."""
+        key = (layer_type, device)
+        if key in self._per_device and not is_tracing():
+            return self._per_device[key]
+        frequencies = torch.tensor(self._numbers[layer_type][0], dtype=torch.float32, device=device)
+        if not is_tracing(frequencies):  # a traced tensor must not outlive its trace
+            self._per_device[key] = frequencies
+        return frequencies
+
+    def __call__(self, position_ids: torch.Tensor, dtype: torch.dtype) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """cos and sin by layer type, ``[B or 1, S, rotary_dim]`` each, in fp32 or wider whatever the model's dtype.
+
+        Args:
+            position_ids: ``[B or 1, S]``.
+        """
+        wide = torch.promote_types(dtype, torch.float32)
+        tables = {}
+        for layer_type in self.layer_types:
+            angles = position_ids[..., None].to(wide) * self.frequencies(layer_type, position_ids.device).to(wide)
+            angles = torch.cat([angles, angles], dim=-1)
+            factor = self._numbers[layer_type][1]
+            tables[layer_type] = (angles.cos() * factor, angles.sin() * factor)
+        return tables
+
+    def __deepcopy__(self, memo):
+        copied = object.__new__(type(self))
+        copied.layer_types, copied._numbers, copied._per_device = self.layer_types, self._numbers, {}
+        return copied
+
+    def __getstate__(self):
+        return {"layer_types": self.layer_types, "_numbers": self._numbers, "_per_device": {}}
+
+
+def _frequencies(config, layer_type: str) -> tuple[list[float], float]:
+    """Frequencies as plain numbers, and the factor on cos and sin (1 unless the RoPE type scales attention)."""
+    parameters = config.rope_parameters[layer_type]
+    rope_type = parameters.get("rope_type", "default")
+    with torch.device("cpu"), torch.no_grad():
+        if rope_type != "default":
+            frequencies, factor = ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"), layer_type=layer_type)
+        else:
+            width = int(config.head_dim * parameters.get("partial_rotary_factor", 1.0))
+            exponents = torch.arange(0, width, 2, dtype=torch.float32) / width
+            frequencies, factor = 1.0 / parameters["rope_theta"] ** exponents, 1.0
+    return frequencies.tolist(), float(factor)

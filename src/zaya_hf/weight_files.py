@@ -1,0 +1,205 @@
+"""Finding the safetensors files of a checkpoint, in a local folder or on the Hub, and reading them lazily.
+
+Everything that can be wrong with the files themselves is reported here, before any tensor is read: a missing shard, an
+index that does not fit its shards, a format that zaya_hf does not load.
+"""
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils.hub import cached_file
+
+# safetensors names of the floating dtypes that a plain checkpoint is stored in
+FLOAT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+# endings of the scales that quantised files carry beside their weights
+_QUANTISED_NAMES = (".weight_scale", ".weight_scale_inv", ".weight_scale_2", ".input_scale", "_blocks", "_scales")
+
+
+@dataclass(frozen=True)
+class TensorHeader:
+    """What a file's header says of one tensor; `dtype` is safetensors' name for it."""
+
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class WeightFiles:
+    """The safetensors files of one checkpoint. `source` is the folder or Hub id as the caller gave it."""
+
+    source: str
+    files: tuple[str, ...]
+    tensors: dict[str, TensorHeader]
+
+    @contextmanager
+    def open(self) -> Iterator[dict[str, Any]]:
+        """Yield a lazy slice per tensor name (indexing it with `[...]` reads it)."""
+        with ExitStack() as stack:
+            slices: dict[str, Any] = {}
+            for file in self.files:
+                handle = stack.enter_context(safe_open(file, framework="pt", device="cpu"))
+                for name in handle.keys():  # noqa: SIM118 - a safe_open handle is no mapping
+                    slices[name] = handle.get_slice(name)
+            yield slices
+
+    def float_dtype(self) -> torch.dtype | None:
+        """Dtype of the first floating tensor, as transformers picks it for a config that states none."""
+        for header in self.tensors.values():
+            if header.dtype in FLOAT_DTYPES:
+                return FLOAT_DTYPES[header.dtype]
+        return None
+
+    def quantised(self) -> str | None:
+        """Why these are quantised weights, in words; None if they are plain."""
+        for name, header in self.tensors.items():
+            if header.dtype.startswith("F8") or header.dtype in ("I8", "U8", "F4"):
+                return f"tensor {name} is stored as {header.dtype}"
+            if name.endswith(_QUANTISED_NAMES):
+                return f"tensor {name} is the scale of a quantised one"
+        return None
+
+
+class LazyStack:
+    """Tensors of one shape, stacked on a new first dimension when they are read (one at a time, into place).
+
+    Has what transformers' loader asks of a safetensors slice: `get_shape()`, `get_dtype()` and indexing.
+    """
+
+    def __init__(self, parts: Sequence[Any]) -> None:
+        self.parts = list(parts)
+
+    def get_shape(self) -> list[int]:
+        return [len(self.parts), *_shape_of(self.parts[0])]
+
+    def get_dtype(self) -> str:
+        return str(self.parts[0].get_dtype())
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        index = index if isinstance(index, tuple) else (index,)
+        first, rest = (slice(None), (Ellipsis,)) if index[0] is Ellipsis else (index[0], index[1:] or (Ellipsis,))
+        if index[0] is Ellipsis and len(index) > 1:
+            return self[...][index]
+        if isinstance(first, int):
+            return self.parts[first][rest]
+        chosen = self.parts[first]
+        if not chosen:
+            return torch.stack([self.parts[0][rest]])[:0]
+        row = chosen[0][rest]
+        out = row.new_empty((len(chosen), *row.shape))
+        out[0] = row
+        for place, part in enumerate(chosen[1:], start=1):
+            out[place] = part[rest]
+        return out
+
+
+def _shape_of(tensor: Any) -> list[int]:
+    return list(tensor.shape) if isinstance(tensor, torch.Tensor) else list(tensor.get_shape())
+
+
+def find_weight_files(source: str, download: Mapping[str, Any], variant: str | None = None) -> WeightFiles:
+    """Locate (or download) a checkpoint's safetensors files and read their headers.
+
+    `download` holds the keyword arguments of `cached_file`: `revision`, `token`, `subfolder`, `cache_dir`, ...
+
+    Raises: FileNotFoundError for a missing folder, a missing shard or a folder without weights; OSError from the Hub;
+    ValueError for formats other than safetensors and for an index that contradicts its shards.
+    """
+    if source.endswith(".gguf"):
+        raise ValueError(f"{source}: GGUF files are not supported; load the safetensors checkpoint it was made from")
+    if os.path.isfile(source):
+        raise ValueError(f"{source} is a file; give the folder that holds it and config.json")
+    local = os.path.isdir(source)
+    if not local and (source.startswith((".", "~", os.sep)) or source.count("/") > 1):
+        raise FileNotFoundError(f"there is no folder {source} (and it is no Hub id, which has the form name/name)")
+    find = _finder(source, download) if not local else _local_finder(source, download.get("subfolder") or "")
+    single = find(_with_variant(SAFE_WEIGHTS_NAME, variant))
+    if single is not None:
+        return _read_headers(source, [single], None)
+    index_file = find(_with_variant(SAFE_WEIGHTS_INDEX_NAME, variant))
+    if index_file is None:
+        raise _no_weights(source, download, local)
+    weight_map = _read_index(index_file)
+    files: list[str] = []
+    for shard in sorted(set(weight_map.values())):
+        file = find(shard)
+        if file is None:
+            where = os.path.dirname(index_file) if local else source
+            raise FileNotFoundError(f"{where}: shard {shard} is missing, though {Path(index_file).name} lists it")
+        files.append(file)
+    return _read_headers(source, files, weight_map)
+
+
+def _with_variant(name: str, variant: str | None) -> str:
+    # model.safetensors -> model.<variant>.safetensors, and likewise the index
+    return name if variant is None else name.replace("model.", f"model.{variant}.", 1)
+
+
+def _local_finder(folder: str, subfolder: str) -> Any:
+    def find(name: str) -> str | None:
+        path = os.path.join(folder, subfolder, name)
+        return path if os.path.isfile(path) else None
+
+    return find
+
+
+def _finder(repository: str, download: Mapping[str, Any]) -> Any:
+    def find(name: str) -> str | None:
+        found = cached_file(repository, name, _raise_exceptions_for_missing_entries=False, **download)
+        return None if found is None else str(found)
+
+    return find
+
+
+def _no_weights(source: str, download: Mapping[str, Any], local: bool) -> Exception:
+    folder = os.path.join(source, download.get("subfolder") or "") if local else source
+    names = sorted(os.listdir(folder)) if local and os.path.isdir(folder) else []
+    if any(name.endswith(".gguf") for name in names):
+        return ValueError(f"{folder} holds GGUF files only; load the safetensors checkpoint that they were made from")
+    if any(name.endswith((".bin", ".pt", ".pth")) for name in names):
+        return ValueError(f"{folder} holds pickled weights only; save them as {SAFE_WEIGHTS_NAME} (safetensors) first")
+    if any(name.endswith(".safetensors") for name in names):
+        return FileNotFoundError(
+            f"{folder} has safetensors files but neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}"
+        )
+    return FileNotFoundError(f"{folder} has no weights: neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}")
+
+
+def _read_index(index_file: str) -> dict[str, str]:
+    try:
+        index = json.loads(Path(index_file).read_text(encoding="utf-8"))
+        weight_map = index["weight_map"]
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"{index_file} is not a safetensors index ({error!r})") from None
+    for shard in weight_map.values():
+        # A shard lies beside its index: an index must not point anywhere else on the disk.
+        if os.path.basename(shard) != shard:
+            raise ValueError(f"{index_file} lists the shard {shard!r}, which is not a plain file name")
+    return dict(weight_map)
+
+
+def _read_headers(source: str, files: Sequence[str], weight_map: Mapping[str, str] | None) -> WeightFiles:
+    tensors: dict[str, TensorHeader] = {}
+    for file in files:
+        try:
+            with safe_open(file, framework="pt", device="cpu") as handle:
+                for name in handle.keys():  # noqa: SIM118
+                    if name in tensors:
+                        first = Path(tensors[name].file).name
+                        raise ValueError(f"tensor {name} is in two shards: {first} and {Path(file).name}")
+                    part = handle.get_slice(name)
+                    tensors[name] = TensorHeader(file, part.get_dtype(), tuple(part.get_shape()))
+        except SafetensorError as error:
+            raise ValueError(f"{file} is not a whole safetensors file ({error}); fetch it again") from None
+    for name, shard in (weight_map or {}).items():
+        if name not in tensors:
+            raise ValueError(f"tensor {name} is not in {shard}, though the index of {source} says so")
+    return WeightFiles(source, tuple(files), tensors)
