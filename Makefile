@@ -32,11 +32,11 @@ quickstart: $(STAMP)  ## train a tiny model for about a minute, save it, load it
 	$(VENV)/bin/zaya quickstart $(QUICKSTART_ARGS)
 
 test: $(STAMP)  ## the tests that need neither GPU nor network (PYTEST_ARGS adds to the command)
-	$(TEST_ENV) $(VENV)/bin/python -m pytest -q -n 2 $(PYTEST_ARGS)
+	$(TEST_ENV) $(VENV)/bin/python -m pytest -q -n 2 --dist loadgroup $(PYTEST_ARGS)
 
 fuzz: $(STAMP)  ## the random tests with a fresh seed (SEED=N repeats one) and many more examples
 	@echo "fuzz: SEED=$(SEED)"
-	$(TEST_ENV) ZAYA_TEST_SEED=$(SEED) $(VENV)/bin/python -m pytest -q -n 2 \
+	$(TEST_ENV) ZAYA_TEST_SEED=$(SEED) $(VENV)/bin/python -m pytest -q -n 2 --dist loadgroup \
 		--hypothesis-profile=fuzz --hypothesis-seed=$(SEED) $(PYTEST_ARGS)
 
 lint: $(STAMP)  ## ruff and mypy

@@ -62,7 +62,10 @@ def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands. Imports nothing but the standard library."""
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument(
-        "--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error (or ZAYA_DEBUG=1)"
+        "--debug",
+        action="store_true",
+        default=argparse.SUPPRESS,  # else the sub-parser's default overwrites a --debug before the command
+        help="show the traceback of an error (or ZAYA_DEBUG=1)",
     )
     parser = argparse.ArgumentParser(
         prog="zaya", description="ZAYA1 models in transformers: check, generate, train.", parents=[common]
@@ -85,13 +88,13 @@ def build_parser() -> argparse.ArgumentParser:
     source = generate.add_mutually_exclusive_group()
     source.add_argument("--prompt", metavar="TEXT", help="the prompt; without it and --prompt-file, standard input")
     source.add_argument("--prompt-file", type=Path, metavar="FILE", help="read the prompt from a UTF-8 file")
-    generate.add_argument("--max-new-tokens", type=_POSITIVE, default=128, metavar="N", help="default: %(default)s")
+    generate.add_argument("--max-new-tokens", type=_POSITIVE, metavar="N", help="default: 128, or what fits")
     generate.add_argument(
         "--temperature", type=_TEMPERATURE, metavar="T", help="0 is greedy; default: the folder's generation config"
     )
     generate.add_argument("--top-p", type=_TOP_P, metavar="P", help="sample from the likeliest words of total mass P")
     generate.add_argument("--top-k", type=_POSITIVE, metavar="K", help="sample from the K likeliest words")
-    generate.add_argument("--num-beams", type=_POSITIVE, metavar="N", help="beam search; the text then comes at the end")
+    generate.add_argument("--num-beams", type=_POSITIVE, metavar="N", help="beam search; its text comes at the end")
     generate.add_argument("--seed", type=_SEED, metavar="N", help="makes sampling repeatable")
     generate.add_argument(
         "--dtype",
@@ -110,7 +113,7 @@ def build_parser() -> argparse.ArgumentParser:
         description="Train a tiny ZAYA model on text that every Python installation has, save it, and check that stock "
         "transformers computes the same logits from the saved folder. Offline; about a minute on two CPU cores.",
     )
-    quickstart.add_argument("--steps", type=_POSITIVE, default=800, metavar="N", help="default: %(default)s")
+    quickstart.add_argument("--steps", type=_POSITIVE, default=600, metavar="N", help="default: %(default)s")
     quickstart.add_argument("--seed", type=_SEED, default=0, metavar="N", help="default: %(default)s")
     quickstart.add_argument(
         "--out", type=Path, default=Path("runs/quickstart"), metavar="FOLDER", help="default: %(default)s"

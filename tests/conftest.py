@@ -35,7 +35,7 @@ def pytest_report_header() -> str:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if terminalreporter.stats.get("failed") and SEED_VARIABLE in os.environ:
-        terminalreporter.write_line(f"random tests ran with seed {_test_seed()}; repeat with: make fuzz SEED={_test_seed()}")
+        terminalreporter.write_line(f"a random test that failed is repeated by: make fuzz SEED={_test_seed()}")
 
 
 @pytest.fixture(scope="session")

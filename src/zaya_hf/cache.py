@@ -1,15 +1,16 @@
 """What CCA adds to the transformers cache: two convolution states per layer, and the history of the rows.
 
 A layer of ZAYA needs, besides keys and values, the last ``k0 + k1 - 2`` columns of the raw query/key projection
-(``[B, C, k0 + k1 - 2]``) and the last delayed value (``[B, width, 1]``), both in the dtype of the activations. The library's
-hybrid layers hold such states, but lose them in several operations (repeating or selecting rows, resetting to another batch
-size, cropping, a state of width 0). The subclasses here do every operation on all of it. `adopt` puts them into a cache that
-a caller or ``generate`` made, in place; transformers' own table of layer types is left alone.
+(``[B, C, k0 + k1 - 2]``) and the last delayed value (``[B, width, 1]``), both in the dtype of the activations. The
+library's hybrid layers hold such states, but lose them in several operations (repeating or selecting rows, resetting to
+another batch size, cropping, a state of width 0). The subclasses here do every operation on all of it. `adopt` puts
+them into a cache that a caller or ``generate`` made, in place; transformers' own table of layer types is left alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from transformers.cache_utils import (
@@ -20,25 +21,40 @@ from transformers.cache_utils import (
     LinearAttentionAndSlidingWindowAttentionLayer,
 )
 
-from .visibility import RowHistory
+from .history import RowHistory
 
 QK, VALUE = 0, 1  # indices of the two convolution states
 
+WHAT_TO_PASS = "Pass DynamicCache(config=model.config), or no cache and no cache_implementation."
 
-class CCALayerMixin:
+
+# At run time the mixin stands beside each of the two library classes; type checkers are shown what those share.
+_LibraryLayer: Any = LinearAttentionAndFullAttentionLayer if TYPE_CHECKING else object
+
+
+class CCALayerMixin(_LibraryLayer):
     """Convolution states, and all cache operations on states, keys, values and history together.
 
-    The history object is shared by all layers of a cache and changed by the first one (`owns_history`), which every loop over
-    layers visits first.
+    The history object is shared by all layers of a cache and changed by the first one (`owns_history`), which every
+    loop over layers visits first.
     """
 
+    keys: Any
+    values: Any
+    device: Any
+    dtype: Any
     history: RowHistory
     owns_history: bool
+    #: what the config says about the shape of a cache, see `_shape_of`
+    model_shape: tuple[Any, ...]
     #: raw columns since recording began or the last crop, the state before them included; None while not recording
     recorded: list[torch.Tensor] | None
+    #: ``[width]``: the delayed projection's bias, where there is one; kept only while recording
+    value_of_nothing: torch.Tensor | None
 
-    def bind(self, history: RowHistory, owns_history: bool) -> None:
-        self.history, self.owns_history, self.recorded = history, owns_history, None
+    def bind(self, history: RowHistory, owns_history: bool, model_shape: tuple[Any, ...]) -> None:
+        self.history, self.owns_history, self.model_shape = history, owns_history, model_shape
+        self.recorded = self.value_of_nothing = None
         self.number_of_states = 2
         for states in (self.conv_states, self.recurrent_states, self.conv_kernel_size):
             states.setdefault(VALUE, None)
@@ -52,25 +68,38 @@ class CCALayerMixin:
             return None
         return self.conv_states[QK], self.conv_states[VALUE][..., 0]
 
-    def store(self, qk: torch.Tensor, value: torch.Tensor, before: tuple[torch.Tensor, torch.Tensor],
-              tokens: tuple[torch.Tensor, torch.Tensor]) -> None:
+    def store(
+        self,
+        qk: torch.Tensor,
+        value: torch.Tensor,
+        before: tuple[torch.Tensor, torch.Tensor],
+        tokens: tuple[torch.Tensor, torch.Tensor],
+        value_of_nothing: torch.Tensor | None,
+    ) -> None:
         """Take over the states after a call.
 
         Args:
             qk, value: new states, ``[B, C, k0 + k1 - 2]`` and ``[B, width]``.
             before: the states that the call started from, same shapes.
             tokens: raw columns of the call, ``[B, S, C]`` and ``[B, S, width]``; kept only while recording.
+            value_of_nothing: ``[width]`` what position 0 reads as its delayed value; None: zeros.
         """
+        self.recorded, past = None, self.recorded
         if self.record_past:
-            start = self.recorded or [before[QK], before[VALUE][..., None]]
-            self.recorded = [torch.cat([old, new.transpose(1, 2)], dim=-1) for old, new in zip(start, tokens)]
-        else:
-            self.recorded = None
+            start = past or [before[QK], before[VALUE][..., None]]
+            pairs = zip(start, tokens, strict=True)
+            self.recorded = [torch.cat([old, new.transpose(1, 2)], dim=-1) for old, new in pairs]
+            # a copy: the parameter itself may be sharded or trained on by the time of a crop
+            self.value_of_nothing = None if value_of_nothing is None else value_of_nothing.detach().clone()
         for index, state in ((QK, qk), (VALUE, value[..., None])):
             self.conv_states[index] = state
             self.conv_kernel_size[index] = state.shape[-1]
             self.is_conv_states_initialized[index] = self.has_previous_state[index] = True
         self.device, self.dtype = qk.device, qk.dtype
+
+    def stored(self) -> int:
+        """Tokens whose keys and values the layer has seen."""
+        return self.keys.shape[-2] if self.is_initialized and self.keys.ndim == 4 else 0
 
     # --------------------------------------------------------------------------------------------------- operations
     @property
@@ -81,8 +110,8 @@ class CCALayerMixin:
         """Forget the last `-tokens_to_remove` tokens of every row (transformers passes 0 or a negative number).
 
         Raises:
-            RuntimeError: before anything changes, without `activate_past_recording()` before those tokens, beyond the first
-                recorded token, or when a row has padding behind real tokens (then "the last n" differ by row).
+            RuntimeError: before anything changes, without `activate_past_recording()` before those tokens, beyond the
+                first recorded token, or when a row has padding behind real tokens (then "the last n" differ by row).
         """
         if tokens_to_remove > 0:
             raise RuntimeError(f"crop takes 0 or a negative number of tokens to remove, not {tokens_to_remove}.")
@@ -90,7 +119,10 @@ class CCALayerMixin:
         if self.recorded is None:
             if remove == 0:
                 return
-            raise RuntimeError("crop needs activate_past_recording() on the cache before the tokens to remove were fed.")
+            raise RuntimeError(
+                "crop needs activate_past_recording() on the cache before the tokens to remove were fed; a bare "
+                "DynamicCache() has no layers that could record its first call, DynamicCache(config=...) has."
+            )
         available = self.recorded[VALUE].shape[-1] - 1
         if remove > available:
             raise RuntimeError(f"crop({tokens_to_remove}) reaches beyond the {available} tokens that were recorded.")
@@ -122,9 +154,6 @@ class CCALayerMixin:
             return self.value_of_nothing[:, None].to(like.dtype)
         return torch.zeros_like(like)
 
-    #: ``[width]``: the delayed projection's bias, where there is one
-    value_of_nothing: torch.Tensor | None = None
-
     def reset(self) -> None:
         """Forget everything; the next prompt may have another batch size."""
         if self.owns_history:
@@ -153,44 +182,43 @@ class CCALayerMixin:
         self._map_rows(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        self._map_rows(lambda tensor: tensor[indices.to(tensor.device) if isinstance(indices, torch.Tensor) else indices])
+        def select(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor[indices.to(tensor.device) if isinstance(indices, torch.Tensor) else indices]
 
-    def _move_states(self, device) -> None:
-        for index in (QK, VALUE):
-            if self.conv_states[index] is not None:
-                self.conv_states[index] = self.conv_states[index].to(device, non_blocking=True)
-        if self.recorded is not None:
-            self.recorded = [columns.to(device, non_blocking=True) for columns in self.recorded]
+        self._map_rows(select)
 
+    # The states stay where they are: they are small, and a layer reads them before `Cache.update` has waited for the
+    # copy of a prefetch.
     def offload(self) -> None:
-        self._move_states("cpu")
+        """Move keys and values to the CPU."""
         if self.is_initialized:
             self.keys, self.values = (t.to("cpu", non_blocking=True) for t in (self.keys, self.values))
 
     def prefetch(self) -> None:
-        if self.device is not None:
-            self._move_states(self.device)
+        """Move keys and values back to the device of the states."""
         if self.is_initialized and self.keys.device != self.device:
             self.keys, self.values = (t.to(self.device, non_blocking=True) for t in (self.keys, self.values))
 
 
-class ZayaFullLayer(CCALayerMixin, LinearAttentionAndFullAttentionLayer):
+class ZayaFullLayer(CCALayerMixin, LinearAttentionAndFullAttentionLayer):  # type: ignore[override]
     """States, keys and values of a layer with full attention."""
 
     def _crop_attention(self, remove: int) -> None:
         DynamicLayer.crop(self, -remove)
 
 
-class ZayaSlidingLayer(CCALayerMixin, LinearAttentionAndSlidingWindowAttentionLayer):
+class ZayaSlidingLayer(CCALayerMixin, LinearAttentionAndSlidingWindowAttentionLayer):  # type: ignore[override]
     """States, keys and values of a layer with sliding-window attention.
 
-    The library keeps the last ``window - 1`` slots. After right padding those may be padding, so the last ``window - 1`` real
-    tokens of every row are kept instead.
+    The library keeps the last ``window - 1`` slots. After right padding those may be padding, so the last
+    ``window - 1`` real tokens of every row are kept instead.
     """
 
+    def stored(self) -> int:
+        return self.cumulative_length
+
     def _kept(self) -> int:
-        stored = self.keys.shape[-2] if self.is_initialized and self.keys.ndim == 4 else 0
-        return min(stored, self.history.slots_for(self.sliding_window - 1))
+        return min(super().stored(), self.history.slots_for(self.sliding_window - 1))
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         kept = self._kept()
@@ -206,6 +234,8 @@ class ZayaSlidingLayer(CCALayerMixin, LinearAttentionAndSlidingWindowAttentionLa
         keep = keys.shape[-2] if self.record_past else self.history.slots_for(self.sliding_window - 1)
         start = max(keys.shape[-2] - keep, 0)
         self.keys, self.values = keys[:, :, start:], values[:, :, start:]
+        if start > keep:  # a view would keep a long prompt's keys alive until the next call
+            self.keys, self.values = self.keys.clone(), self.values.clone()
         first = keys.shape[-2] - num_keys
         return keys[:, :, first:], values[:, :, first:]
 
@@ -227,48 +257,75 @@ def adopt(cache: Cache, config) -> RowHistory:
     """Make `cache` hold what ZAYA needs, in place, and return its row history. Cheap when already done.
 
     Args:
-        cache: a `DynamicCache`, made with this model's config or bare.
+        cache: a `DynamicCache`, made with this model's config (or transformers' own `ZayaConfig`) or bare.
         config: the model's `ZayaConfig`.
 
     Raises:
         TypeError: for another kind of cache; it says what to pass instead.
         ValueError: for a cache that another model's config built or filled.
+        RuntimeError: for a cache that a call left half-filled when it failed.
     """
-    if isinstance(cache, Cache) and cache.layers and isinstance(cache.layers[0], CCALayerMixin):
-        if len(cache.layers) != config.num_hidden_layers:
-            raise ValueError(f"the cache has {len(cache.layers)} layers, the model {config.num_hidden_layers}.")
-        return cache.layers[0].history
     if not isinstance(cache, DynamicCache):
         raise TypeError(
             f"ZAYA cannot use a cache of type {type(cache).__name__}: its layers do not hold convolution states. "
-            "Pass DynamicCache(config=model.config), or nothing."
+            + WHAT_TO_PASS
         )
-    history = RowHistory()
+    shape = _shape_of(config)
+    if cache.layers and isinstance(cache.layers[0], CCALayerMixin):
+        _check_adopted(cache, shape)
+        return cache.layers[0].history
+    layer_types = config.layer_types
     if not cache.layers:
-        cache.layers = [_new_layer(config, layer_type) for layer_type in config.layer_types]
+        cache.layers = [_new_layer(config, layer_type) for layer_type in layer_types]
         cache.layer_class_to_replicate = None
-    elif len(cache.layers) != config.num_hidden_layers:
-        raise ValueError(f"the cache has {len(cache.layers)} layers, the model {config.num_hidden_layers}.")
-    else:
-        for index, (layer, layer_type) in enumerate(zip(cache.layers, config.layer_types)):
-            known, _ = KNOWN_LAYERS[layer_type]
-            if type(layer) is not known:
-                raise ValueError(
-                    f"layer {index} of the cache is a {type(layer).__name__}, but the model has a {layer_type!r} layer there: "
-                    "the cache was made for another model. Pass DynamicCache(config=model.config), or nothing."
-                )
-            if layer.is_initialized or any(layer.is_conv_states_initialized.values()):
-                raise ValueError("the cache was filled by another model class; its states cannot be taken over.")
-            if layer_type == "hybrid_sliding" and layer.sliding_window != config.sliding_window:
-                raise ValueError(
-                    f"layer {index} of the cache has a window of {layer.sliding_window}, the model {config.sliding_window}."
-                )
-    for index, (layer, layer_type) in enumerate(zip(cache.layers, config.layer_types)):
-        ours = object.__new__(KNOWN_LAYERS[layer_type][1])
+    _check_adoptable(cache, config)
+    history = RowHistory()
+    for index, (layer, layer_type) in enumerate(zip(cache.layers, layer_types, strict=True)):
+        ours: Any = object.__new__(KNOWN_LAYERS[layer_type][1])
         ours.__dict__.update(layer.__dict__)
-        ours.bind(history, owns_history=index == 0)
+        ours.bind(history, owns_history=index == 0, model_shape=shape)
         cache.layers[index] = ours
     return history
+
+
+def _shape_of(config) -> tuple[Any, ...]:
+    """What two models must share for a cache of one to fit the other."""
+    look_back = config.cca_time0 + config.cca_time1 - 2
+    heads = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
+    return (*config.layer_types, config.sliding_window, *heads, look_back)
+
+
+def _check_adopted(cache: DynamicCache, shape: tuple[Any, ...]) -> None:
+    first, last = layer_of(cache, 0), layer_of(cache, -1)
+    if first.model_shape != shape:
+        raise ValueError(f"the cache was made for another ZAYA model, whose layers have other shapes. {WHAT_TO_PASS}")
+    if last.stored() != first.history.length:
+        raise RuntimeError("a call that failed left the cache half-filled; reset() it and feed its tokens again.")
+
+
+def _check_adoptable(cache: DynamicCache, config) -> None:
+    if len(cache.layers) != config.num_hidden_layers:
+        raise ValueError(
+            f"the cache has {len(cache.layers)} layers, the model {config.num_hidden_layers}: it was made for another "
+            f"model. {WHAT_TO_PASS}"
+        )
+    for index, layer_type in enumerate(config.layer_types):
+        layer: Any = cache.layers[index]
+        known, _ = KNOWN_LAYERS[layer_type]
+        if type(layer) is not known:
+            raise ValueError(
+                f"layer {index} of the cache is a {type(layer).__name__}, but the model has a {layer_type!r} layer "
+                f"there: the cache was made for another model. {WHAT_TO_PASS}"
+            )
+        if layer.is_initialized or any(layer.is_conv_states_initialized.values()):
+            raise ValueError(
+                f"the cache was filled by another model class; its states cannot be taken over. {WHAT_TO_PASS}"
+            )
+        if layer_type == "hybrid_sliding" and layer.sliding_window != config.sliding_window:
+            raise ValueError(
+                f"layer {index} of the cache has a window of {layer.sliding_window}, the model "
+                f"{config.sliding_window}. {WHAT_TO_PASS}"
+            )
 
 
 def _new_layer(config, layer_type: str):
@@ -277,14 +334,27 @@ def _new_layer(config, layer_type: str):
     return library_class(number_of_states=2, **window)
 
 
+def one_cache(cache: Cache | None, past_key_values: Cache | None) -> Cache | None:
+    """The cache, under whichever of its two names it came. Raises ValueError for two different ones."""
+    if cache is not None and past_key_values is not None and cache is not past_key_values:
+        raise ValueError("cache and past_key_values are two names of one argument, but two caches were given.")
+    return past_key_values if cache is None else cache
+
+
+def layer_of(cache: Cache, index: int) -> CCALayerMixin:
+    """Layer `index` of an adopted cache."""
+    return cast(CCALayerMixin, cache.layers[index])
+
+
 def check_batch(cache: Cache, batch_size: int) -> None:
     """Refuse a call whose batch size is not the cache's.
 
     Raises:
         ValueError: naming both sizes.
     """
-    states = cache.layers[0].states()
-    if states is not None and states[QK].shape[0] != batch_size:
+    states = layer_of(cache, 0).states()
+    rows = batch_size if states is None else states[QK].shape[0]
+    if rows != batch_size:
         raise ValueError(
-            f"the call has {batch_size} rows, the cache {states[QK].shape[0]}; reset() it, or select or repeat its rows first."
+            f"the call has {batch_size} rows, the cache {rows}; reset() it, or select or repeat its rows first."
         )

@@ -8,17 +8,17 @@ Field names and defaults are those of the combined-block layout (the one that `Z
 import copy
 import difflib
 import warnings
-from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, ClassVar, TypeVar
 
+import torch
 from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassClassValidationError, StrictDataclassFieldValidationError
 from transformers import GenerationConfig, PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from zaya_hf.checkpoints.dialects import is_original_config, original_to_combined_config
+from .checkpoints.dialects import KNOWN_FIELDS, is_original_config, original_to_combined_config
 
 LAYER_TYPES = ("hybrid", "hybrid_sliding")
 SKIP_EXPERT = ("zero", "identity")
@@ -64,8 +64,8 @@ def _one_line_errors(cls: C) -> C:
 
     Raises (from the decorated class): ValueError naming the field, the value given and what would be right.
     """
-    set_checked: Callable[[Any, str, Any], None] = cls.__setattr__
-    validate_all: Callable[[Any], None] = cls.validate  # type: ignore[attr-defined]
+    set_checked: Any = cls.__setattr__
+    validate_all: Any = cls.validate  # type: ignore[attr-defined]
 
     def __setattr__(self: Any, name: str, value: Any) -> None:
         try:
@@ -83,7 +83,7 @@ def _one_line_errors(cls: C) -> C:
 
     # `strict` refuses to decorate a subclass whose `validate` it did not make itself.
     validate.__is_defined_by_strict_decorator__ = True  # type: ignore[attr-defined]
-    cls.__setattr__ = __setattr__  # type: ignore[assignment, misc]
+    cls.__setattr__ = __setattr__  # type: ignore[assignment]
     cls.validate = validate  # type: ignore[attr-defined]
     return cls
 
@@ -166,8 +166,16 @@ class ZayaConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         if is_original_config(kwargs):
-            raise ValueError("ZayaConfig: these are fields of the original layout; use ZayaConfig.from_dict(...)")
+            field = next(name for name in kwargs if name in KNOWN_FIELDS or name.startswith("smoe_"))
+            raise _wrong(field, kwargs[field], "a field of the original layout; use ZayaConfig.from_dict(...)")
         self.layer_types = ["hybrid"] * self.num_hidden_layers if self.layer_types is None else list(self.layer_types)
+        for name in ("rms_norm_eps", "router_norm_eps", "initializer_range"):
+            # JSON writes 0.0 as 0 in some tools, and transformers' own config takes nothing but a float.
+            if getattr(self, name) is not None:
+                setattr(self, name, float(getattr(self, name)))
+        for name, dtype in (("dtype", self.dtype), ("torch_dtype", kwargs.get("torch_dtype"))):
+            if isinstance(dtype, str) and not isinstance(getattr(torch, dtype, None), torch.dtype):
+                raise _wrong(name, dtype, 'it must be the name of a torch dtype, e.g. "bfloat16"')
         kwargs = self._read_rope(kwargs)
         self._warn_about_misspelt(kwargs)
         super().__post_init__(**kwargs)
@@ -181,7 +189,12 @@ class ZayaConfig(PreTrainedConfig):
         Raises: ValueError if the original config has a switch that the combined layout cannot hold, or if the result
         is invalid (keyword overrides included).
         """
-        built = super().from_dict(cls._translate(config_dict), **kwargs)
+        config_dict = cls._translate(config_dict)
+        # Overrides go through construction as values of the file do; the parent would set them afterwards.
+        for field in fields(cls):
+            if field.name in kwargs and field.name != "dtype":
+                config_dict[field.name] = kwargs.pop(field.name)
+        built = super().from_dict(config_dict, **kwargs)
         config = built[0] if isinstance(built, tuple) else built
         config.validate()
         return built
@@ -205,7 +218,8 @@ class ZayaConfig(PreTrainedConfig):
             return original_to_combined_config(config_dict)
         if model_type != cls.model_type:
             raise _wrong("model_type", model_type, f"only {cls.model_type!r} checkpoints can be read")
-        return dict(config_dict)
+        # Combined files of other tools repeat some things under their original names; private keys are nobody's.
+        return {key: value for key, value in config_dict.items() if key not in KNOWN_FIELDS and not key.startswith("_")}
 
     @classmethod
     def from_native(cls, native: PreTrainedConfig) -> "ZayaConfig":
@@ -215,15 +229,23 @@ class ZayaConfig(PreTrainedConfig):
         """
         if isinstance(native, cls):
             return native
+        if native.model_type != cls.model_type:
+            raise _wrong("model_type", native.model_type, f"only {cls.model_type!r} configs can be converted")
         values = native.to_dict()
         for key in ("model_type", "transformers_version", "_name_or_path"):
             values.pop(key, None)
-        return cls(
-            **values,
-            attn_implementation=native._attn_implementation,
-            experts_implementation=native._experts_implementation,
-            name_or_path=native.name_or_path or "",
-        )
+        values |= {
+            "attn_implementation": native._attn_implementation,
+            "experts_implementation": native._experts_implementation,
+            "name_or_path": native.name_or_path or "",
+        }
+        return cls(**values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields and extra keys, in the combined layout; no private attribute except the name of the source."""
+        return {
+            key: value for key, value in super().to_dict().items() if key == "_name_or_path" or not key.startswith("_")
+        }
 
     def convert_rope_params_to_dict(self, **kwargs: Any) -> dict[str, Any]:
         # The parent would move a flat `rope_theta` beside the nested dicts; `_read_rope` has done the whole job.
@@ -262,7 +284,7 @@ class ZayaConfig(PreTrainedConfig):
 
     def _warn_about_misspelt(self, kwargs: dict[str, Any]) -> None:
         known = {field.name for field in fields(self)}
-        harmless = _HARMLESS_EXTRAS | set(GenerationConfig._get_default_generation_params())
+        harmless = _HARMLESS_EXTRAS | KNOWN_FIELDS | set(GenerationConfig._get_default_generation_params())
         for key in kwargs:
             if key in harmless or key.startswith("_"):
                 continue
@@ -270,7 +292,7 @@ class ZayaConfig(PreTrainedConfig):
             if near:
                 warnings.warn(f"ZayaConfig: unknown key {key!r} is ignored; did you mean {near[0]!r}?", stacklevel=5)
 
-    # --- validation (run by `validate` after construction, on save, and by the model) ------------------------------
+    # --- validation: run by `validate`, after construction and before saving ------------------------------
 
     def validate_architecture(self) -> None:
         """Every field in range and none contradicting another. Raises ValueError (one line)."""
@@ -293,11 +315,8 @@ class ZayaConfig(PreTrainedConfig):
             if getattr(self, name) < 1:
                 raise _wrong(name, getattr(self, name), "it must be at least 1")
         if self.head_dim % 2:
-            raise _wrong("head_dim", self.head_dim, "it must be even: the rotation pairs the two halves of a head")
-        if self.num_key_value_heads * self.head_dim % 2:
-            raise _wrong(
-                "head_dim", self.head_dim, "num_key_value_heads * head_dim must be even: the value is two halves"
-            )
+            right = "it must be even: the value is made of two halves, and the rotation pairs the halves of a head"
+            raise _wrong("head_dim", self.head_dim, right)
         if self.num_attention_heads % self.num_key_value_heads:
             raise _wrong(
                 "num_attention_heads",
@@ -310,6 +329,8 @@ class ZayaConfig(PreTrainedConfig):
             value = getattr(self, name)
             if value is not None and not value >= 0:
                 raise _wrong(name, value, "it must not be negative")
+        if self.pad_token_id is not None and not 0 <= self.pad_token_id < self.vocab_size:
+            raise _wrong("pad_token_id", self.pad_token_id, f"it must be below vocab_size={self.vocab_size}, or None")
         if not 0 <= self.attention_dropout < 1:
             raise _wrong("attention_dropout", self.attention_dropout, "it must be at least 0 and less than 1")
         if self.hidden_act not in ACT2FN:

@@ -119,7 +119,8 @@ def _try_core(device: str) -> dict[str, Any]:
     result: dict[str, Any] = {"error": None}
     try:
         with torch.random.fork_rng(devices=[]):
-            model = redraw(ZayaForCausalLM(tiny_config(num_hidden_layers=2))).to(device)
+            model: Any = ZayaForCausalLM(tiny_config(num_hidden_layers=2))
+        redraw(model).to(device)
         ids = random_ids(2, 8).to(device)
         output = model(input_ids=ids, labels=ids)
         output.loss.backward()
@@ -135,8 +136,8 @@ def _try_core(device: str) -> dict[str, Any]:
 
 def _auto_classes() -> dict[str, str]:
     """Which classes transformers' Auto classes build for `model_type: zaya` in this process."""
-    config_class = CONFIG_MAPPING["zaya"]
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
+    config_class: Any = CONFIG_MAPPING["zaya"]
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
     return {"config": _full_name(config_class), "model": _full_name(model_class)}
 
 
@@ -153,7 +154,7 @@ def _requirements() -> tuple[list[str], dict[str, dict[str, Any]]]:
     core = [r for r in requirements if r.marker is None or r.marker.evaluate({"extra": ""})]
     extras = {}
     for extra, purpose in _EXTRAS.items():
-        wanted = [r for r in requirements if r not in core and r.marker is not None and r.marker.evaluate({"extra": extra})]
+        wanted = [r for r in requirements if r not in core and r.marker and r.marker.evaluate({"extra": extra})]
         extras[extra] = {
             "for": purpose,
             "missing": [text for requirement in wanted for text in _lacking(requirement)],

@@ -1,11 +1,16 @@
-"""What ZAYA changes about `generate`: right-padded prompts, and no router records by default."""
+"""What ZAYA changes about `generate`: right-padded prompts, caches that a caller brings, and no router records."""
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import Any
 
 import torch
+from transformers import GenerationConfig
+from transformers.generation import GenerationMixin
+
+from .cache import adopt, one_cache
 
 logger = logging.getLogger(__name__)
 
@@ -15,51 +20,133 @@ class RightPaddingMixin:
 
     _said_rolled = False
 
-    def generate(self, inputs: torch.Tensor | None = None, *args: Any, **kwargs: Any):
-        """transformers' `generate`. Prompts that are padded on the right are rolled to left padding first, and so are the
-        returned sequences; a warning says so once."""
-        name = "inputs" if inputs is not None else "input_ids"
+    def generate(
+        self,
+        inputs: torch.Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """transformers' `generate`, for prompts padded on either side.
+
+        Prompts that are padded on the right are rolled to left padding first, and so are the returned sequences; a
+        warning says so once. A `cache` (or `past_key_values`) that holds tokens wants all ids, or the new ones together
+        with an `attention_mask` over cached and new tokens.
+
+        Raises:
+            TypeError: for a cache that cannot hold ZAYA's states.
+            ValueError: for a cache of another model, one together with ``use_cache=False``, or when no token is left to
+                feed after the cached ones.
+        """
+        cache = one_cache(kwargs.pop("cache", None), kwargs.pop("past_key_values", None))
+        past = 0
+        if cache is not None:
+            past = adopt(cache, self.config).length  # type: ignore[attr-defined]
+            if self._setting("use_cache", generation_config, kwargs) is False:
+                raise ValueError("use_cache=False contradicts the cache that was passed; leave one of them out.")
+            kwargs["cache"] = cache
         ids = inputs if inputs is not None else kwargs.get("input_ids")
         embeds = kwargs.get("inputs_embeds")
-        prompt = embeds if embeds is not None else ids
+        prompt = ids if embeds is None else embeds
         mask = kwargs.get("attention_mask")
-        if mask is None and embeds is None and isinstance(ids, torch.Tensor) and ids.ndim == 2:
-            mask = self._mask_of_pads(ids, args[0] if args else kwargs.get("generation_config"), kwargs)
-        fits = isinstance(mask, torch.Tensor) and mask.ndim == 2 and prompt is not None and mask.shape == prompt.shape[:2]
-        if not fits or mask.shape[1] == 0 or bool((mask[:, -1] != 0).all()) or _is_filled(kwargs):
-            return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
+        if mask is None and isinstance(ids, torch.Tensor) and ids.ndim == 2:
+            mask = self._mask_of_pads(ids, generation_config, kwargs)
+        if cache is not None and past and prompt is not None and not _is_only_new(prompt, mask):
+            if prompt.shape[1] <= past:
+                raise ValueError(
+                    f"the cache holds {past} tokens and the prompt {prompt.shape[1]}. Pass all ids, the last ones not "
+                    f"cached yet, or only the new ids with an attention_mask of [{prompt.shape[0]}, {past} + new]."
+                )
+            if self._drafts(generation_config, kwargs):
+                # assisted decoding feeds all the ids that it gets, cached or not
+                cache.reset()
+                past = 0
+        order = None if prompt is None else _left_padded(mask, prompt, past)
+        if order is not None:
+            assert mask is not None
+            kwargs["attention_mask"] = mask.gather(1, order)
+            if inputs is not None:
+                inputs = _reordered(inputs, order)
+            for name in ("input_ids", "inputs_embeds", "position_ids"):
+                if kwargs.get(name) is not None:
+                    kwargs[name] = _reordered(kwargs[name], order)
+            if not RightPaddingMixin._said_rolled:
+                RightPaddingMixin._said_rolled = True
+                logger.warning("generate: prompts padded on the right were rolled to left padding, as are the results.")
+        return super().generate(inputs, generation_config, *args, **kwargs)  # type: ignore[misc]
 
-        # a stable sort by "is real" moves padding to the front and keeps the order of everything else
-        order = (mask != 0).to(torch.int8).argsort(dim=1, stable=True)
-        kwargs["attention_mask"] = mask.gather(1, order)
-        if ids is not None and ids.shape == mask.shape:
-            ids = ids.gather(1, order)
-            inputs, kwargs = (ids, kwargs) if name == "inputs" else (None, {**kwargs, "input_ids": ids})
-        if embeds is not None:
-            kwargs["inputs_embeds"] = embeds.gather(1, order[..., None].expand_as(embeds))
-        if kwargs.get("position_ids") is not None:
-            kwargs["position_ids"] = kwargs["position_ids"].expand_as(mask).gather(1, order)
-        if not RightPaddingMixin._said_rolled:
-            RightPaddingMixin._said_rolled = True
-            logger.warning("generate: prompts with padding on the right were rolled to left padding, as are the results.")
-        return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
+    def _setting(self, name: str, generation_config: GenerationConfig | None, kwargs: dict[str, Any]) -> Any:
+        """A generation parameter, from where `generate` takes it."""
+        if name in kwargs:
+            return kwargs[name]
+        given = getattr(generation_config, name, None)
+        return getattr(self.generation_config, name) if given is None else given  # type: ignore[attr-defined]
 
-    def _mask_of_pads(self, ids: torch.Tensor, generation_config: Any, kwargs: dict) -> torch.Tensor | None:
+    def _drafts(self, generation_config: GenerationConfig | None, kwargs: dict[str, Any]) -> bool:
+        """Whether tokens are drafted and verified (assisted decoding)."""
+        looked_up = self._setting("prompt_lookup_num_tokens", generation_config, kwargs)
+        return looked_up is not None or kwargs.get("assistant_model") is not None
+
+    def _mask_of_pads(
+        self, ids: torch.Tensor, generation_config: GenerationConfig | None, kwargs: dict[str, Any]
+    ) -> torch.Tensor | None:
         """The mask that `generate` itself would infer: pad ids are padding unless they may also end a text."""
-        config = generation_config or self.generation_config  # type: ignore[attr-defined]
-        pad = kwargs.get("pad_token_id", config.pad_token_id)
-        eos = kwargs.get("eos_token_id", config.eos_token_id)
-        ends = eos if isinstance(eos, (list, tuple)) else [eos]
-        if pad is None or pad in ends:
-            return None
-        return (ids != pad).long()
+        pad, eos = (self._setting(f"{name}_token_id", generation_config, kwargs) for name in ("pad", "eos"))
+        ends = [] if eos is None else torch.as_tensor(eos).flatten().tolist()
+        return None if pad is None or int(pad) in ends else (ids != pad).long()
 
+    def _prepare_position_ids_for_generation(self, inputs_tensor: torch.Tensor, model_kwargs: dict[str, Any]) -> Any:
+        """As in transformers, but counted on from the positions in the cache. After packed documents, or positions that
+        did not start at 0, the number of a column is no position: it would start another document."""
+        positions = super()._prepare_position_ids_for_generation(inputs_tensor, model_kwargs)  # type: ignore[misc]
+        cache = model_kwargs.get("cache")
+        history = None if cache is None else adopt(cache, self.config)  # type: ignore[attr-defined]
+        if history is None or history.segments is None or positions.shape[1] <= history.length:
+            return positions
+        mask = model_kwargs.get("attention_mask")
+        new = torch.ones_like(positions) if mask is None else (mask != 0).long()
+        every = max(len(history.segments) // len(inputs_tensor), 1)  # rows that were repeated for beams already
+        cached, last = (t[::every] for t in history.counted_on())
+        return torch.cat([cached, last[:, None] + new[:, history.length :].cumsum(1)], dim=1)
+
+    # transformers reads the signature of this method to learn whether prompts may be embeddings
+    @functools.wraps(GenerationMixin.prepare_inputs_for_generation)
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """As in transformers; router records are kept only when the caller of `generate` asked for them."""
-        kwargs.setdefault("output_router_logits", False)
+        if kwargs.get("output_router_logits") is None:
+            kwargs["output_router_logits"] = False
         return super().prepare_inputs_for_generation(*args, **kwargs)  # type: ignore[misc]
 
 
-def _is_filled(kwargs: dict) -> bool:
-    cache = kwargs.get("cache", kwargs.get("past_key_values"))
-    return cache is not None and cache.get_seq_length() > 0
+def _is_only_new(prompt: torch.Tensor, mask: Any) -> bool:
+    """Whether the prompt lacks the cached tokens: then the mask is longer."""
+    return isinstance(mask, torch.Tensor) and mask.shape[1] > prompt.shape[1]
+
+
+def _left_padded(mask: Any, prompt: torch.Tensor, past: int) -> torch.Tensor | None:
+    """How to gather the columns of `mask` so that no row ends in padding: ``[B, columns]``; None if no row does.
+
+    Rows are rolled, so padding inside a row stays where it is relative to its tokens. The first `past` columns are
+    cached and stay.
+    """
+    if not isinstance(mask, torch.Tensor) or mask.ndim != 2 or mask.shape[0] != prompt.shape[0]:
+        return None
+    if mask.shape[1] not in (prompt.shape[1], past + prompt.shape[1]):
+        return None
+    real = mask[:, past:] != 0
+    length = real.shape[1]
+    columns = torch.arange(length, device=mask.device)
+    after_last = torch.where(real, columns + 1, 0).amax(1) if length else real.sum(1)
+    trailing = torch.where(after_last > 0, length - after_last, 0)
+    if not bool(trailing.any()):
+        return None
+    rolled = past + (columns - trailing[:, None]) % length
+    return torch.cat([torch.arange(past, device=mask.device).expand(len(mask), -1), rolled], dim=1)
+
+
+def _reordered(tensor: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """``[B or 1, columns, ...]`` with its columns gathered by `order`; a shorter one lacks the cached columns."""
+    missing = order.shape[1] - tensor.shape[1]
+    rows = tensor.expand(order.shape[0], *tensor.shape[1:])
+    index = (order[:, missing:] - missing).view(order.shape[0], -1, *[1] * (tensor.ndim - 2))
+    return rows.gather(1, index.expand_as(rows).to(tensor.device))

@@ -19,6 +19,7 @@ from transformers.utils import logging as transformers_logging
 from zaya_hf.configuration_zaya import ZayaConfig
 from zaya_hf.modeling_zaya import ZayaForCausalLM
 
+_NEW_TOKENS = 128
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 
 
@@ -29,6 +30,7 @@ def run(args: argparse.Namespace) -> int:
         ValueError, OSError: the folder, the prompt or an option does not fit; the message says what would.
     """
     _check_folder(args.path)
+    options = generation_options(args)
     prompt = read_prompt(args.prompt, args.prompt_file)
     device = pick_device(args.device)
     on_terminal = sys.stderr.isatty()
@@ -39,13 +41,15 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"{args.path} holds a model of type {config.model_type!r}; zaya generate runs ZAYA models")
     tokenizer = AutoTokenizer.from_pretrained(args.path)
     inputs = encode(tokenizer, prompt, args.chat, args.path)
-    check_length(inputs["input_ids"].shape[1], args.max_new_tokens, config.max_position_embeddings)
+    options["max_new_tokens"] = new_token_limit(
+        inputs["input_ids"].shape[1], args.max_new_tokens, config.max_position_embeddings
+    )
     if on_terminal:
         print(f"loading {args.path} on {device} ...", file=sys.stderr)
     dtype = args.dtype if args.dtype == "auto" else getattr(torch, args.dtype)
-    model: ZayaForCausalLM = AutoModelForCausalLM.from_pretrained(args.path, dtype=dtype).to(device).eval()
+    loaded: Any = AutoModelForCausalLM.from_pretrained(args.path, dtype=dtype)
+    model: ZayaForCausalLM = loaded.to(device).eval()
 
-    options = generation_options(args)
     beams = options.get("num_beams", model.generation_config.num_beams) or 1
     stream = not args.json and beams == 1  # a beam's text may still be replaced until the search ends
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if stream else None
@@ -56,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     seconds = time.perf_counter() - started
 
     new_tokens = output[0, inputs["input_ids"].shape[1] :].tolist()
-    text = tokenizer.decode(new_tokens, skip_special_tokens=True)
+    text = str(tokenizer.decode(new_tokens, skip_special_tokens=True))
     if args.json:
         print(json.dumps(_report(args, model, prompt, text, inputs, new_tokens, seconds), ensure_ascii=False))
     elif not stream:
@@ -119,6 +123,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, prompt: str, chat: bool, folder: 
     Raises:
         ValueError: `chat` was asked for and the tokenizer has no chat template, or the prompt gives no token.
     """
+    inputs: Any
     if chat:
         if not tokenizer.chat_template:
             raise ValueError(f"the tokenizer in {folder} has no chat template: leave out --chat")
@@ -135,27 +140,30 @@ def encode(tokenizer: PreTrainedTokenizerBase, prompt: str, chat: bool, folder: 
     return inputs
 
 
-def check_length(prompt_tokens: int, new_tokens: int, limit: int) -> None:
-    """Refuse what does not fit into the model's `limit` positions.
+def new_token_limit(prompt_tokens: int, wanted: int | None, limit: int) -> int:
+    """How many tokens to generate at most: `wanted`, or without it the default, as far as the model has positions.
 
     Raises:
-        ValueError: the prompt alone, or with `new_tokens` more, is too long.
+        ValueError: the prompt alone, or with the `wanted` tokens, is too long.
     """
     if prompt_tokens >= limit:
         raise ValueError(
             f"the prompt has {prompt_tokens} tokens, and the model has {limit} positions (max_position_embeddings): "
             f"shorten it to {limit - 1} at most"
         )
-    if prompt_tokens + new_tokens > limit:
+    if wanted is None:
+        return min(_NEW_TOKENS, limit - prompt_tokens)
+    if prompt_tokens + wanted > limit:
         raise ValueError(
-            f"{prompt_tokens} prompt tokens and {new_tokens} new ones do not fit into the model's {limit} positions "
+            f"{prompt_tokens} prompt tokens and {wanted} new ones do not fit into the model's {limit} positions "
             f"(max_position_embeddings): --max-new-tokens can be at most {limit - prompt_tokens}"
         )
+    return wanted
 
 
 def generation_options(args: argparse.Namespace) -> dict[str, Any]:
     """What `generate` is told beyond the folder's generation config: only what was given on the command line."""
-    options: dict[str, Any] = {"max_new_tokens": args.max_new_tokens}
+    options: dict[str, Any] = {}
     if args.temperature == 0:
         if args.top_p is not None or args.top_k is not None:
             raise ValueError("--temperature 0 is greedy and has no use for --top-p and --top-k: leave them out")

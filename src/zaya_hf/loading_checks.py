@@ -2,14 +2,14 @@
 
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from zaya_hf.checkpoints.layouts import combined_key_to_original, detect_layout, plan_from_original
-from zaya_hf.weight_files import LazyStack
+from .checkpoints.layouts import combined_key_to_original, detect_layout, plan_from_original
+from .weight_files import LazyStack
 
 LM_HEAD = "lm_head.weight"
 # Modules that task classes put on top of the backbone: a class without one drops its tensors.
@@ -65,7 +65,7 @@ class Matched:
         if missing:
             raise RuntimeError(f"{self.source}: not loaded, though present: {_listed('tensors', missing)}")
 
-    def check_tied_head(self, tensors: Mapping[str, Any], source: str) -> None:
+    def check_tied_head(self, tensors: Mapping[str, Any]) -> None:
         """Raise ValueError if the file's LM head differs from its embedding while the config ties them."""
         if self.tied_head is None or self.embedding is None:
             return
@@ -75,7 +75,7 @@ class Matched:
             stop = min(start + _ROWS, rows)
             if not torch.equal(head[start:stop], embedding[start:stop]):
                 raise ValueError(
-                    f"{source}: the config says tie_word_embeddings=true, but {LM_HEAD} differs from the embedding; "
+                    f"{self.source}: the config says tie_word_embeddings=true, but {LM_HEAD} is not the embedding; "
                     "set tie_word_embeddings=false to use it"
                 )
 
@@ -107,15 +107,14 @@ def match_tensors(model: Any, tensors: Mapping[str, Any], source: str) -> Matche
 
     `model` may be on the meta device. Returns what fits and what does not; raises nothing.
     """
-    config = model.config
-    matched = Matched(source)
+    config, matched = model.config, Matched(source)
+    moe_block = None
     if detect_layout(tensors) == "original":
+        moe_block = "smoe_block" if any(".smoe_block." in name for name in tensors) else "zaya_block"
         plan = plan_from_original(tensors, config.num_hidden_layers, config.num_experts)
-        sources, matched.missing, unknown = plan.sources, plan.missing_experts, plan.unknown
-        known_missing = {name.rpartition(".local_experts.")[0] for name in plan.missing_experts}
+        sources, unknown, matched.missing = plan.sources, plan.unknown, plan.missing_experts
     else:
-        sources, unknown, known_missing = {name: [name] for name in tensors}, [], set()
-    moe_block = "smoe_block" if any(".smoe_block." in name for name in tensors) else "zaya_block"
+        sources, unknown = {name: [name] for name in tensors}, []
 
     expected = {name: tuple(value.shape) for name, value in model.state_dict().items()}
     prefix = f"{model.base_model_prefix}."
@@ -133,7 +132,7 @@ def match_tensors(model: Any, tensors: Mapping[str, Any], source: str) -> Matche
             matched.unexpected.append(name)
 
     _match_head(matched, model, expected, tensors)
-    _collect_missing(matched, model, expected, moe_block if detect_layout(tensors) == "original" else None, known_missing)
+    _collect_missing(matched, model, expected, moe_block)
     _compare_shapes(matched, expected, tensors)
     return matched
 
@@ -162,27 +161,25 @@ def _match_head(matched: Matched, model: Any, expected: Mapping[str, Any], tenso
         matched.untied_without_head = not backbone_only
 
 
-def _collect_missing(
-    matched: Matched, model: Any, expected: Mapping[str, Any], moe_block: str | None, known: Iterable[str]
-) -> None:
+def _collect_missing(matched: Matched, model: Any, expected: Mapping[str, Any], moe_block: str | None) -> None:
     prefix = f"{model.base_model_prefix}."
     is_base = not any(name.startswith(prefix) for name in expected)
     ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_missing or ()]
+    # Stacks of experts of which the files have some, but not all: their missing members are named already.
+    incomplete = {name.rpartition(".local_experts.")[0] for name in matched.missing}
     for name in expected:
         if name in matched.sources or name in matched.tied or any(pattern.search(name) for pattern in ignored):
             continue
-        if not is_base and not name.startswith(prefix):
-            if name != "lm_head.bias":
-                matched.new_heads.append(name)
-                continue
-        if moe_block is None:
+        if not is_base and not name.startswith(prefix) and name != "lm_head.bias":
+            matched.new_heads.append(name)
+        elif moe_block is None:
             matched.missing.append(name)
-            continue
-        config = model.config
-        combined = name if name.startswith(prefix) else prefix + name
-        names = combined_key_to_original(combined, config.num_hidden_layers, config.num_experts, moe_block) or [name]
-        if names[0].rpartition(".local_experts.")[0] not in known:
-            matched.missing += names
+        else:
+            combined = name if name.startswith(prefix) else prefix + name
+            sizes = model.config.num_hidden_layers, model.config.num_experts
+            names = combined_key_to_original(combined, *sizes, moe_block) or [name]
+            if names[0].rpartition(".local_experts.")[0] not in incomplete:
+                matched.missing += names
 
 
 def _compare_shapes(matched: Matched, expected: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Any]) -> None:

@@ -15,14 +15,15 @@ def causal_lm_loss(
     num_items_in_batch: torch.Tensor | int | None = None,
     ignore_index: int = -100,
     shift_labels: torch.Tensor | None = None,
-    **kwargs,
+    **kwargs: object,
 ) -> torch.Tensor:
     """Cross-entropy of token t + 1 given logits t, in fp32 or wider.
 
     Args:
         logits: ``[B, S, vocab_size]``.
         labels: ``[B, S]`` int64, not shifted; positions with `ignore_index` are no targets.
-        num_items_in_batch: number of targets to divide by (over all micro-batches and ranks, say); None: those of this call.
+        num_items_in_batch: number of targets to divide by (over all micro-batches and ranks, say); None: those of this
+            call.
         shift_labels: ``[B, S]`` labels that are shifted already; they take precedence.
 
     Returns:
@@ -33,7 +34,9 @@ def causal_lm_loss(
             raise ValueError("causal_lm_loss needs labels or shift_labels.")
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     targets = shift_labels.reshape(-1).to(logits.device)
-    total = F.cross_entropy(promote(logits).reshape(-1, vocab_size), targets, ignore_index=ignore_index, reduction="sum")
+    total = F.cross_entropy(
+        promote(logits).reshape(-1, vocab_size), targets, ignore_index=ignore_index, reduction="sum"
+    )
     if num_items_in_batch is None:
         num_items_in_batch = (targets != ignore_index).sum()
     if not isinstance(num_items_in_batch, torch.Tensor):

@@ -25,7 +25,7 @@ from transformers.utils.import_utils import is_tracing
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from . import ops, visibility
-from .cache import adopt, check_batch
+from .cache import adopt, check_batch, layer_of, one_cache
 from .configuration_zaya import ZayaConfig
 from .generation import RightPaddingMixin
 from .loading import ZayaLoadingMixin
@@ -67,6 +67,15 @@ class ZayaResidualScaling(nn.Module):
 
 
 # ------------------------------------------------------------------------------------------------------- attention
+class ZayaCCAConv(nn.Conv1d):
+    """Weights of one of CCA's convolutions. Calling it gives them, so that hooks which load or gather them run."""
+
+    def forward(self) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """``[C, C / groups, width]`` and ``[C]``."""
+        assert self.bias is not None
+        return self.weight, self.bias
+
+
 class ZayaCCAProjection(nn.Module):
     """The four down-projections of CCA and the weights of its two convolutions."""
 
@@ -80,12 +89,18 @@ class ZayaCCAProjection(nn.Module):
         self.k_proj = nn.Linear(config.hidden_size, key_width, bias=bias)
         self.v_proj_current = nn.Linear(config.hidden_size, key_width // 2, bias=bias)
         self.v_proj_delayed = nn.Linear(config.hidden_size, key_width // 2, bias=bias)
-        self.conv_qk_depthwise = nn.Conv1d(channels, channels, config.cca_time0, groups=channels)
-        self.conv_qk_grouped = nn.Conv1d(channels, channels, config.cca_time1, groups=channels // config.head_dim)
+        self.conv_qk_depthwise = ZayaCCAConv(channels, channels, config.cca_time0, groups=channels)
+        self.conv_qk_grouped = ZayaCCAConv(channels, channels, config.cca_time1, groups=channels // config.head_dim)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """``[B, S, hidden_size]`` to raw queries, raw keys, current value half, delayed value half."""
         return self.q_proj(x), self.k_proj(x), self.v_proj_current(x), self.v_proj_delayed(x)
+
+    def value_of_nothing(self, x: Tensor) -> Tensor | None:
+        """``[width]``: the delayed value before the first token, which is the projection's bias; None: zeros."""
+        if self.v_proj_delayed.bias is None:
+            return None
+        return self.v_proj_delayed(x.new_zeros(1, 1, x.shape[-1]))[0, 0]
 
 
 class ZayaQKNorm(nn.Module):
@@ -94,6 +109,10 @@ class ZayaQKNorm(nn.Module):
     def __init__(self, config: ZayaConfig):
         super().__init__()
         self.temp = nn.Parameter(torch.ones(config.num_key_value_heads))
+
+    def forward(self) -> Tensor:
+        """``[num_key_value_heads]``."""
+        return self.temp
 
 
 class ZayaAttention(nn.Module):
@@ -109,11 +128,14 @@ class ZayaAttention(nn.Module):
         self.attention_dropout = config.attention_dropout
         self.is_causal = True
         self.look_back = config.cca_time0 + config.cca_time1 - 2
+        assert config.layer_types is not None
         self.layer_type = config.layer_types[layer_idx]
         self.sliding_window = config.sliding_window if self.layer_type == "hybrid_sliding" else None
         self.qkv_proj = ZayaCCAProjection(config)
         self.qk_norm = ZayaQKNorm(config)
-        self.o_proj = nn.Linear(config.num_attention_heads * config.head_dim, config.hidden_size, bias=config.attention_bias)
+        self.o_proj = nn.Linear(
+            config.num_attention_heads * config.head_dim, config.hidden_size, bias=config.attention_bias
+        )
 
     def forward(
         self,
@@ -124,19 +146,21 @@ class ZayaAttention(nn.Module):
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         projection = self.qkv_proj
+        depthwise_weight, depthwise_bias = projection.conv_qk_depthwise()
+        grouped_weight, grouped_bias = projection.conv_qk_grouped()
         raw_query, raw_key, value_current, value_delayed = projection(x)
-        nothing = projection.v_proj_delayed.bias
+        nothing = projection.value_of_nothing(x)
         states = self._states(cache, visible, nothing)
         query, key, value = ops.cca_mix(
             raw_query,
             raw_key,
             value_current,
             value_delayed,
-            depthwise_weight=projection.conv_qk_depthwise.weight,
-            depthwise_bias=projection.conv_qk_depthwise.bias,
-            grouped_weight=projection.conv_qk_grouped.weight,
-            grouped_bias=projection.conv_qk_grouped.bias,
-            temperature=self.qk_norm.temp,
+            depthwise_weight=depthwise_weight,
+            depthwise_bias=depthwise_bias,
+            grouped_weight=grouped_weight,
+            grouped_bias=grouped_bias,
+            temperature=self.qk_norm(),
             cos=position_embeddings[0],
             sin=position_embeddings[1],
             head_dim=self.head_dim,
@@ -146,7 +170,7 @@ class ZayaAttention(nn.Module):
             states=states,
         )
         if cache is not None:
-            self._store(cache, visible, states, torch.cat([raw_query, raw_key], dim=-1), value_delayed)
+            self._store(cache, visible, states, torch.cat([raw_query, raw_key], dim=-1), value_delayed, nothing)
             key, value = cache.update(key, value, self.layer_idx, num_keys=visible.key_lengths[self.layer_type])
 
         attend: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
@@ -168,7 +192,7 @@ class ZayaAttention(nn.Module):
 
     def _states(self, cache: Cache | None, visible: Visibility, nothing: Tensor | None) -> ops.SegmentStates | None:
         """What the rows saw before this call; a row whose cached document has ended starts from nothing."""
-        kept = None if cache is None else cache.layers[self.layer_idx].states()
+        kept = None if cache is None else layer_of(cache, self.layer_idx).states()
         if kept is None:
             return None
         qk, value = kept
@@ -178,19 +202,26 @@ class ZayaAttention(nn.Module):
             value = torch.where(visible.continues[:, None], value, fresh)
         return ops.SegmentStates(qk, value, visible.entry_index, visible.entry_valid)
 
-    def _store(self, cache: Cache, visible: Visibility, states: ops.SegmentStates | None, raw: Tensor, value_delayed: Tensor):
-        layer = cache.layers[self.layer_idx]
-        nothing = self.qkv_proj.v_proj_delayed.bias
+    def _store(
+        self,
+        cache: Cache,
+        visible: Visibility,
+        states: ops.SegmentStates | None,
+        raw: Tensor,
+        value_delayed: Tensor,
+        nothing: Tensor | None,
+    ) -> None:
+        """Keep the states of the rows after this call."""
+        layer = layer_of(cache, self.layer_idx)
         before = layer.states() or ops.initial_states(raw, value_delayed, self.look_back, nothing)
         qk, value = ops.next_states(
             raw, value_delayed, before, reach=visible.reach, states=states, last=visible.last, has_real=visible.has_real
         )
-        layer.value_of_nothing = nothing
-        layer.store(qk, value, before, (raw, value_delayed))
+        layer.store(qk, value, before, (raw, value_delayed), nothing)
 
 
 def eager_attention(
-    module: nn.Module,
+    module: ZayaAttention,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -199,7 +230,7 @@ def eager_attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """softmax(q k^T * scaling + mask) v, softmax in fp32 or wider; ``[B, S, H, D]`` and the weights ``[B, H, S, keys]``."""
+    """softmax(q k^T * scaling + mask) v, softmax in fp32 or wider: ``[B, S, H, D]`` and weights ``[B, H, S, keys]``."""
     key = key.repeat_interleave(module.num_key_value_groups, dim=1)
     value = value.repeat_interleave(module.num_key_value_groups, dim=1)
     scores = query @ key.transpose(2, 3) * scaling
@@ -256,13 +287,18 @@ class ZayaRouter(nn.Module):
         slots, weights = ops.select_slots(logits, self.balancing_biases)
         return logits, slots, weights, router_state
 
-    def _apply(self, fn, recurse=True):
-        """Move the balancing biases as asked, but never change their dtype: in bf16 close biases merge and updates vanish."""
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ZayaRouter:
+        """Move the balancing biases as asked, but keep their dtype: in bf16 close biases merge and updates vanish."""
         biases = self.balancing_biases
         super()._apply(fn, recurse)
         if self.balancing_biases.dtype != biases.dtype:
-            self.balancing_biases = biases.to(self.balancing_biases.device)
+            self._buffers["balancing_biases"] = biases.to(self.balancing_biases.device)
         return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Biases of a narrower file become fp32, also where `load_state_dict(assign=True)` takes its tensors over."""
+        super()._load_from_state_dict(*args, **kwargs)
+        self._buffers["balancing_biases"] = self.balancing_biases.to(torch.float32)
 
 
 def initial_balancing_biases(num_experts: int) -> Tensor:
@@ -277,7 +313,9 @@ class ZayaExperts(nn.Module):
     def __init__(self, config: ZayaConfig):
         super().__init__()
         self.num_experts = config.num_experts
-        self.gate_up_proj = nn.Parameter(torch.empty(config.num_experts, 2 * config.moe_intermediate_size, config.hidden_size))
+        self.gate_up_proj = nn.Parameter(
+            torch.empty(config.num_experts, 2 * config.moe_intermediate_size, config.hidden_size)
+        )
         self.down_proj = nn.Parameter(torch.empty(config.num_experts, config.hidden_size, config.moe_intermediate_size))
         self.act_fn = ACT2FN[config.hidden_act]
 
@@ -287,15 +325,15 @@ class ZayaExperts(nn.Module):
 
 
 class ZayaSparseMoeBlock(nn.Module):
-    """Router and experts. Tokens in the skip slot reach no expert: they get nothing, or themselves times their weight."""
+    """Router and experts. Tokens in the skip slot reach no expert: they get nothing, or themselves times the weight."""
 
     def __init__(self, config: ZayaConfig, layer_idx: int):
         super().__init__()
         self.config = config
         self.gate = ZayaRouter(config, layer_idx)
         self.experts = ZayaExperts(config)
-        # The skip slot's index is num_experts, which the library's implementations leave out when they know that it can occur.
-        self.experts._is_expert_parallel = True
+        # The skip slot's index is num_experts. The library's implementations leave it out when told that it can occur.
+        self.experts._is_expert_parallel = True  # type: ignore[assignment]
 
     def forward(self, x: Tensor, router_state: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Output ``[B, S, hidden_size]``, router state, router logits ``[B S, E + 1]``, slots ``[B, S]``."""
@@ -310,13 +348,18 @@ class ZayaSparseMoeBlock(nn.Module):
 
     def _run_experts(self, flat: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
         implementation = self.config._experts_implementation
-        if flat.shape[0] == 0:
-            return ops.experts(flat, slots, weights, self.experts.gate_up_proj, self.experts.down_proj, self.experts.act_fn)
+        # Not every implementation takes an empty input, and torch has no grouped product in float64.
+        if flat.shape[0] == 0 or (implementation == "grouped_mm" and flat.dtype == torch.float64):
+            return ops.experts(
+                flat, slots, weights, self.experts.gate_up_proj, self.experts.down_proj, self.experts.act_fn
+            )
         if implementation == "batched_mm" and flat.device.type == "cpu" and not is_tracing(flat):
             # It has no way to leave a row out, so leave it out for it where looking costs nothing.
             rows = (slots < self.config.num_experts).nonzero()[:, 0]
             if rows.numel() == 0:
-                return ops.experts(flat, slots, weights, self.experts.gate_up_proj, self.experts.down_proj, self.experts.act_fn)
+                return ops.experts(
+                    flat, slots, weights, self.experts.gate_up_proj, self.experts.down_proj, self.experts.act_fn
+                )
             if rows.numel() < slots.numel():
                 kept = self.experts(flat[rows], slots[rows, None], weights[rows, None])
                 return torch.zeros_like(flat).index_copy(0, rows, kept)
@@ -366,7 +409,7 @@ def as_zaya_config(config: Any) -> ZayaConfig:
     raise TypeError(f"a ZAYA model needs a ZayaConfig, not a {type(config).__name__}.")
 
 
-class ZayaPreTrainedModel(ZayaLoadingMixin, PreTrainedModel):
+class ZayaPreTrainedModel(ZayaLoadingMixin, PreTrainedModel):  # type: ignore[misc]
     """What every ZAYA model class shares: initialisation, loading, and what transformers asks about it."""
 
     config_class = ZayaConfig
@@ -430,6 +473,7 @@ class ZayaModel(ZayaPreTrainedModel):
 
     def __init__(self, config: ZayaConfig):
         config = as_zaya_config(config)
+        config.validate()  # a field may have been changed since the config was made
         super().__init__(config)
         self.padding_idx = config.pad_token_id
         self.vocab_size = config.vocab_size
@@ -439,6 +483,7 @@ class ZayaModel(ZayaPreTrainedModel):
         self.layers = nn.ModuleList(ZayaDecoderLayer(config, index) for index in range(config.num_hidden_layers))
         self.norm = ZayaRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary = RotaryTables(config)
+        self.layer_types = list(config.layer_types or ())
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -455,19 +500,22 @@ class ZayaModel(ZayaPreTrainedModel):
         output_router_logits: bool | None = None,
         cu_seq_lens_q: Tensor | None = None,
         cu_seq_lens_k: Tensor | None = None,
+        seq_idx: Tensor | None = None,
         past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> ZayaModelOutput:
         """
         Args:
             input_ids: ``[B, S]`` int; or `inputs_embeds` ``[B, S, hidden_size]`` instead.
-            attention_mask: ``[B, S]`` (with a cache also ``[B, cached + S]``), 0 for padding on either side; or a 4-D mask,
-                bool or additive, ``[B or 1, heads or 1, S, cached + S]``.
-            position_ids: ``[B or 1, S]``. Where a position is not its predecessor's + 1, another document starts: neither
-                attention nor the convolutions nor the delayed value look across.
+            attention_mask: ``[B, S]`` (with a cache also ``[B, cached + S]``), 0 for padding on either side; or a 4-D
+                mask, bool or additive, ``[B or 1, heads or 1, S, cached + S]``.
+            position_ids: ``[B or 1, S]``. Where a position is not its predecessor's + 1, another document starts:
+                neither attention nor the convolutions nor the delayed value look across.
             cache: a `DynamicCache`, also under its older name `past_key_values`.
             output_router_logits: fill the router fields of the output (default: the config's).
-            cu_seq_lens_q, cu_seq_lens_k: ``[documents + 1]`` cumulative lengths for one packed row; documents may be empty.
+            cu_seq_lens_q, cu_seq_lens_k: ``[documents + 1]`` cumulative lengths of one packed row; documents may be
+                empty.
+            seq_idx: ``[B or 1, S]`` document numbers, another form of the same.
 
         Raises:
             ValueError: for contradicting arguments, shapes that fit nothing above, ids outside the vocabulary.
@@ -481,13 +529,14 @@ class ZayaModel(ZayaPreTrainedModel):
             inputs_embeds = self.embed_tokens(input_ids)
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)
+        if inputs_embeds.ndim != 3 or inputs_embeds.shape[-1] != self.config.hidden_size:
+            given = tuple(inputs_embeds.shape)
+            raise ValueError(f"inputs_embeds have shape {given}; expected [rows, tokens, {self.config.hidden_size}].")
+        if cache is not None and self.gradient_checkpointing and self.training and torch.is_grad_enabled():
+            raise ValueError("gradient checkpointing runs layers twice and cannot fill a cache: leave the cache out.")
         history = None if cache is None else adopt(cache, self.config)
         if cache is not None:
             check_batch(cache, inputs_embeds.shape[0])
-        if cu_seq_lens_q is not None and cu_seq_lens_k is not None and cu_seq_lens_q is not cu_seq_lens_k:
-            if cu_seq_lens_q.shape != cu_seq_lens_k.shape:
-                raise ValueError("cu_seq_lens_q and cu_seq_lens_k describe different documents.")
-
         visible = visibility.describe(
             self.config,
             batch_size=inputs_embeds.shape[0],
@@ -496,12 +545,11 @@ class ZayaModel(ZayaPreTrainedModel):
             dtype=inputs_embeds.dtype,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            cu_seq_lens=cu_seq_lens_k if cu_seq_lens_q is None else cu_seq_lens_q,
+            cu_seq_lens=visibility.one_cu_seq_lens(cu_seq_lens_q, cu_seq_lens_k),
+            seq_idx=seq_idx,
             history=history,
             cache=cache,
         )
-        if history is not None:
-            history.extend(visible)
         tables = self.rotary(visible.position_ids, inputs_embeds.dtype)
 
         merged = ops.residual_merge(inputs_embeds, None, self.input_hidden_states_scale, self.input_hidden_states_bias)
@@ -509,7 +557,9 @@ class ZayaModel(ZayaPreTrainedModel):
         router_state = None
         record = self.config.output_router_logits if output_router_logits is None else output_router_logits
         router_logits, router_slots = [], []
-        for layer, layer_type in zip(self.layers, self.config.layer_types):
+        if history is not None:  # only here: a call that fails above leaves the cache as it was
+            history.extend(visible)
+        for layer, layer_type in zip(self.layers, self.layer_types, strict=True):
             hidden_states, router_state, logits, slots = layer(
                 hidden_states, router_state, tables[layer_type], visible, cache=cache, **kwargs
             )
@@ -521,22 +571,25 @@ class ZayaModel(ZayaPreTrainedModel):
             real = visible.real
             num_slots = self.config.num_experts + 1
             flat_real = None if real is None else real.flatten()
-            output.tokens_per_slot = torch.stack([ops.count_slots(s.flatten(), num_slots, flat_real) for s in router_slots])
+            output.tokens_per_slot = torch.stack(
+                [ops.count_slots(s.flatten(), num_slots, flat_real) for s in router_slots]
+            )
             output.router_slots = tuple(s if real is None else torch.where(real, s, -1) for s in router_slots)
             output.router_logits = tuple(router_logits)
         return output
 
 
-def one_cache(cache: Cache | None, past_key_values: Cache | None) -> Cache | None:
-    """The cache, under whichever of its two names it came. Raises ValueError for two different ones."""
-    if cache is not None and past_key_values is not None and cache is not past_key_values:
-        raise ValueError("cache and past_key_values are two names of one argument, but two caches were given.")
-    return past_key_values if cache is None else cache
+def check_ids(input_ids: Tensor | None, vocab_size: int) -> None:
+    """Refuse ids that are not rows of tokens or lie outside the vocabulary.
 
+    Reading their values would stall an accelerator: there that is done only with ZAYA_DEBUG=1.
 
-def check_ids(input_ids: Tensor, vocab_size: int) -> None:
-    """Refuse ids outside the vocabulary. On an accelerator reading them would stall it: there only with ZAYA_DEBUG=1."""
-    if is_tracing(input_ids) or input_ids.numel() == 0:
+    Raises:
+        ValueError: naming the shape or the id.
+    """
+    if input_ids is not None and input_ids.ndim != 2:
+        raise ValueError(f"input_ids have shape {tuple(input_ids.shape)}; expected [rows, tokens].")
+    if input_ids is None or is_tracing(input_ids) or input_ids.numel() == 0:
         return
     if input_ids.device.type != "cpu" and os.environ.get("ZAYA_DEBUG") != "1":
         return
@@ -546,7 +599,7 @@ def check_ids(input_ids: Tensor, vocab_size: int) -> None:
         raise ValueError(f"input_ids contain {wrong}; ids must lie in 0 ... {vocab_size - 1}.")
 
 
-class ZayaForCausalLM(ZayaPreTrainedModel, RightPaddingMixin, GenerationMixin):
+class ZayaForCausalLM(ZayaPreTrainedModel, RightPaddingMixin, GenerationMixin):  # type: ignore[misc]
     """`ZayaModel` with a language-model head.
 
     Args:
@@ -583,7 +636,8 @@ class ZayaForCausalLM(ZayaPreTrainedModel, RightPaddingMixin, GenerationMixin):
         """`ZayaModel.forward`, then logits and loss.
 
         Args:
-            labels: ``[B, S]`` int64, not shifted; -100 marks positions without a target. Without any target the loss is 0.
+            labels: ``[B, S]`` int64, not shifted; -100 marks positions without a target. Without any target the loss
+                is 0.
             logits_to_keep: the last n positions only (0: all), or an index tensor.
         """
         outputs = self.model(
@@ -594,6 +648,7 @@ class ZayaForCausalLM(ZayaPreTrainedModel, RightPaddingMixin, GenerationMixin):
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             output_router_logits=output_router_logits,
+            return_dict=True,  # also if the config says otherwise
             **kwargs,
         )
         logits = self._logits(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))

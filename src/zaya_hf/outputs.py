@@ -28,7 +28,8 @@ class ZayaModelOutput(ModelOutput, _OldCacheName):
         attentions: attention weights per layer, ``[B, heads, S, keys]`` (eager only).
         router_logits: per layer ``[B * S, num_experts + 1]``; the last column is the skip slot. The three router fields
             are there with ``output_router_logits=True``.
-        router_slots: per layer ``[B, S]`` int64: 0 ... num_experts - 1 an expert, num_experts the skip slot, -1 padding.
+        router_slots: per layer ``[B, S]`` int64: 0 ... num_experts - 1 an expert, num_experts the skip slot,
+            -1 padding.
         tokens_per_slot: ``[layers, num_experts + 1]`` int64 counts over real tokens; the last column counts skips.
     """
 

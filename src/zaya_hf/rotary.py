@@ -6,11 +6,14 @@ import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils.import_utils import is_tracing
 
+from .configuration_zaya import ZayaConfig
+
 
 class RotaryTables:
-    """cos and sin for each layer type of a config. Frequencies are computed once, in fp32 on CPU, and kept per device."""
+    """cos and sin for each layer type; frequencies are computed once, in fp32 on CPU, and kept per device."""
 
-    def __init__(self, config) -> None:
+    def __init__(self, config: ZayaConfig) -> None:
+        assert config.layer_types is not None
         self.layer_types = list(dict.fromkeys(config.layer_types))
         # Plain numbers: a model may be built on the meta device or under another default device.
         self._numbers = {layer_type: _frequencies(config, layer_type) for layer_type in self.layer_types}
@@ -50,8 +53,9 @@ class RotaryTables:
         return {"layer_types": self.layer_types, "_numbers": self._numbers, "_per_device": {}}
 
 
-def _frequencies(config, layer_type: str) -> tuple[list[float], float]:
+def _frequencies(config: ZayaConfig, layer_type: str) -> tuple[list[float], float]:
     """Frequencies as plain numbers, and the factor on cos and sin (1 unless the RoPE type scales attention)."""
+    assert config.rope_parameters is not None
     parameters = config.rope_parameters[layer_type]
     rope_type = parameters.get("rope_type", "default")
     with torch.device("cpu"), torch.no_grad():

@@ -1,17 +1,14 @@
 """What transformers' own `zaya` class would compute differently from a model of ours, read from the model itself."""
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 # The value to which transformers' initialisation sets the bias of the skip class, in loaded checkpoints too.
 STOCK_SKIP_BIAS = -1.0
 
 
-def stock_differences(model: "PreTrainedModel") -> list[tuple[str, str]]:
+def stock_differences(model: Any) -> list[tuple[str, str]]:
     """Pairs (switch, why) for everything that makes transformers' own `zaya` give other results for this model.
 
     Empty when a folder saved from `model` gives the same logits there (to rounding). Biases that are not in memory
@@ -33,6 +30,8 @@ def stock_differences(model: "PreTrainedModel") -> list[tuple[str, str]]:
         found.append(('skip_expert="identity"', "a token that picks the skip class gets zero there"))
     if config.attention_bias:
         found.append(("attention_bias", "with left padding its pads reach the first real tokens through the biases"))
+    if config.sliding_window == 1 and "hybrid_sliding" in config.layer_types:
+        found.append(("sliding_window=1", "its cache keeps every earlier token instead of none, so decoding is wrong"))
     layers = _layers_with_another_skip_bias(model)
     if layers:
         shown = ", ".join(map(str, layers[:4])) + (", ..." if len(layers) > 4 else "")
@@ -41,7 +40,7 @@ def stock_differences(model: "PreTrainedModel") -> list[tuple[str, str]]:
     return found
 
 
-def _layers_with_another_skip_bias(model: "PreTrainedModel") -> list[int]:
+def _layers_with_another_skip_bias(model: Any) -> list[int]:
     different = []
     for index, layer in enumerate(model.base_model.layers):
         biases: torch.Tensor = layer.mlp.gate.balancing_biases

@@ -5,8 +5,10 @@ index that does not fit its shards, a format that zaya_hf does not load.
 """
 
 import json
+import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +16,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
 # safetensors names of the floating dtypes that a plain checkpoint is stored in
@@ -52,11 +54,15 @@ class WeightFiles:
             yield slices
 
     def float_dtype(self) -> torch.dtype | None:
-        """Dtype of the first floating tensor, as transformers picks it for a config that states none."""
+        """The floating dtype that most values are stored in; None if there is none.
+
+        Not that of the first tensor: a bf16 file may keep its balancing biases in fp32, and those come first in it.
+        """
+        counts: Counter[str] = Counter()
         for header in self.tensors.values():
             if header.dtype in FLOAT_DTYPES:
-                return FLOAT_DTYPES[header.dtype]
-        return None
+                counts[header.dtype] += math.prod(header.shape)
+        return FLOAT_DTYPES[counts.most_common(1)[0][0]] if counts else None
 
     def quantised(self) -> str | None:
         """Why these are quantised weights, in words; None if they are plain."""
@@ -81,13 +87,14 @@ class LazyStack:
         return [len(self.parts), *_shape_of(self.parts[0])]
 
     def get_dtype(self) -> str:
-        return str(self.parts[0].get_dtype())
+        first = self.parts[0]
+        return str(first.dtype if isinstance(first, torch.Tensor) else first.get_dtype())
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         index = index if isinstance(index, tuple) else (index,)
-        first, rest = (slice(None), (Ellipsis,)) if index[0] is Ellipsis else (index[0], index[1:] or (Ellipsis,))
         if index[0] is Ellipsis and len(index) > 1:
             return self[...][index]
+        first, rest = (slice(None), (Ellipsis,)) if index[0] is Ellipsis else (index[0], index[1:] or (Ellipsis,))
         if isinstance(first, int):
             return self.parts[first][rest]
         chosen = self.parts[first]
@@ -105,6 +112,13 @@ def _shape_of(tensor: Any) -> list[int]:
     return list(tensor.shape) if isinstance(tensor, torch.Tensor) else list(tensor.get_shape())
 
 
+def check_exists(source: str) -> None:
+    """Raise FileNotFoundError (one line) if `source` can only be a local path and there is none."""
+    path_like = source.startswith((".", "~", os.sep)) or source.count("/") > 1 or not source
+    if path_like and not Path(source).exists():
+        raise FileNotFoundError(f"there is no folder {source!r} (and it is no Hub id, which has the form name/name)")
+
+
 def find_weight_files(source: str, download: Mapping[str, Any], variant: str | None = None) -> WeightFiles:
     """Locate (or download) a checkpoint's safetensors files and read their headers.
 
@@ -115,43 +129,38 @@ def find_weight_files(source: str, download: Mapping[str, Any], variant: str | N
     """
     if source.endswith(".gguf"):
         raise ValueError(f"{source}: GGUF files are not supported; load the safetensors checkpoint it was made from")
-    if os.path.isfile(source):
-        raise ValueError(f"{source} is a file; give the folder that holds it and config.json")
-    local = os.path.isdir(source)
-    if not local and (source.startswith((".", "~", os.sep)) or source.count("/") > 1):
-        raise FileNotFoundError(f"there is no folder {source} (and it is no Hub id, which has the form name/name)")
-    find = _finder(source, download) if not local else _local_finder(source, download.get("subfolder") or "")
+    check_exists(source)
+    if Path(source).is_file():
+        raise ValueError(f"{source} is a file; give the folder that holds it and {CONFIG_NAME}")
+    folder = Path(source, download.get("subfolder") or "") if Path(source).is_dir() else None
+    find = _in_folder(folder) if folder is not None else _in_repository(source, download)
     single = find(_with_variant(SAFE_WEIGHTS_NAME, variant))
     if single is not None:
         return _read_headers(source, [single], None)
     index_file = find(_with_variant(SAFE_WEIGHTS_INDEX_NAME, variant))
     if index_file is None:
-        raise _no_weights(source, download, local)
+        raise _no_weights(source, folder)
     weight_map = _read_index(index_file)
     files: list[str] = []
     for shard in sorted(set(weight_map.values())):
         file = find(shard)
         if file is None:
-            where = os.path.dirname(index_file) if local else source
-            raise FileNotFoundError(f"{where}: shard {shard} is missing, though {Path(index_file).name} lists it")
+            raise FileNotFoundError(f"{folder or source}: shard {shard} is missing; {Path(index_file).name} lists it")
         files.append(file)
     return _read_headers(source, files, weight_map)
 
 
 def _with_variant(name: str, variant: str | None) -> str:
-    # model.safetensors -> model.<variant>.safetensors, and likewise the index
-    return name if variant is None else name.replace("model.", f"model.{variant}.", 1)
+    # model.safetensors -> model.<variant>.safetensors, model.safetensors.index.json -> ...index.<variant>.json
+    stem, _, ending = name.rpartition(".")
+    return name if variant is None else f"{stem}.{variant}.{ending}"
 
 
-def _local_finder(folder: str, subfolder: str) -> Any:
-    def find(name: str) -> str | None:
-        path = os.path.join(folder, subfolder, name)
-        return path if os.path.isfile(path) else None
-
-    return find
+def _in_folder(folder: Path) -> Callable[[str], str | None]:
+    return lambda name: str(folder / name) if (folder / name).is_file() else None
 
 
-def _finder(repository: str, download: Mapping[str, Any]) -> Any:
+def _in_repository(repository: str, download: Mapping[str, Any]) -> Callable[[str], str | None]:
     def find(name: str) -> str | None:
         found = cached_file(repository, name, _raise_exceptions_for_missing_entries=False, **download)
         return None if found is None else str(found)
@@ -159,18 +168,18 @@ def _finder(repository: str, download: Mapping[str, Any]) -> Any:
     return find
 
 
-def _no_weights(source: str, download: Mapping[str, Any], local: bool) -> Exception:
-    folder = os.path.join(source, download.get("subfolder") or "") if local else source
-    names = sorted(os.listdir(folder)) if local and os.path.isdir(folder) else []
-    if any(name.endswith(".gguf") for name in names):
-        return ValueError(f"{folder} holds GGUF files only; load the safetensors checkpoint that they were made from")
-    if any(name.endswith((".bin", ".pt", ".pth")) for name in names):
-        return ValueError(f"{folder} holds pickled weights only; save them as {SAFE_WEIGHTS_NAME} (safetensors) first")
+def _no_weights(source: str, folder: Path | None) -> Exception:
+    names = sorted(path.name for path in folder.iterdir()) if folder is not None and folder.is_dir() else []
+    where = folder or source
     if any(name.endswith(".safetensors") for name in names):
         return FileNotFoundError(
-            f"{folder} has safetensors files but neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}"
+            f"{where} has safetensors files but neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}"
         )
-    return FileNotFoundError(f"{folder} has no weights: neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}")
+    if any(name.endswith(".gguf") for name in names):
+        return ValueError(f"{where} holds GGUF files only; load the safetensors checkpoint that they were made from")
+    if any(name.endswith((".bin", ".pt", ".pth")) for name in names):
+        return ValueError(f"{where} holds pickled weights only; save them as {SAFE_WEIGHTS_NAME} (safetensors) first")
+    return FileNotFoundError(f"{where} has no weights: neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}")
 
 
 def _read_index(index_file: str) -> dict[str, str]:
@@ -181,7 +190,7 @@ def _read_index(index_file: str) -> dict[str, str]:
         raise ValueError(f"{index_file} is not a safetensors index ({error!r})") from None
     for shard in weight_map.values():
         # A shard lies beside its index: an index must not point anywhere else on the disk.
-        if os.path.basename(shard) != shard:
+        if Path(shard).name != shard:
             raise ValueError(f"{index_file} lists the shard {shard!r}, which is not a plain file name")
     return dict(weight_map)
 

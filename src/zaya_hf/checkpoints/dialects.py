@@ -27,6 +27,33 @@ _ORIGINAL_FIELDS = (
 )
 _COMBINED_FIELDS = ("moe_intermediate_size", "router_hidden_size")
 
+# Everything else that files in these dialects are known to carry (for readers that must not stumble over it).
+KNOWN_FIELDS = frozenset(_ORIGINAL_FIELDS) | {
+    "activation_func",
+    "activation_func_fp8_input_store",
+    "add_bias_linear",
+    "apply_rope_fusion",
+    "ar_threshold",
+    "bias_activation_fusion",
+    "cca",
+    "fused_add_norm",
+    "gated_linear_unit",
+    "kv_channels",
+    "lora_rank",
+    "mamba_cache_dtype",
+    "normalization",
+    "num_attention_heads_list",
+    "scale_residual_merge",
+    "swa_layers",
+    "swa_rotary_base",
+    "use_lora_att",
+    "use_rope_scaling",
+    "zaya_high_prec",
+    "zaya_mod_per",
+    "zaya_use_eda",
+    "zaya_use_mod",
+}
+
 # Fields of the same name and meaning on both sides, and those of every transformers config.
 _KEPT = (
     "architectures",
@@ -100,9 +127,10 @@ def original_to_combined_config(config: Mapping[str, Any]) -> dict[str, Any]:
     for name, right in _FIXED:
         value = given.get(name, right)
         # `True == 1`: compare the kinds too, or `moe_router_topk: true` would pass.
-        if value != right or isinstance(value, bool) != isinstance(right, bool):
-            if not (right == 0 and not value):
-                raise _inexpressible(config, name, value, f"only {right!r} can be held by the combined layout")
+        same = value == right and isinstance(value, bool) == isinstance(right, bool)
+        off = not right and not value
+        if not same and not off:
+            raise _inexpressible(config, name, value, f"only {right!r} can be held by the combined layout")
     lists = isinstance(given.get("zaya_layers"), list)
     shape = _shape_from_lists(config, given) if lists else _shape_from_scalars(config, given)
 
@@ -245,13 +273,12 @@ def _shape_from_scalars(config: Mapping[str, Any], given: Mapping[str, Any]) -> 
     kv_heads = given.get("num_key_value_heads", groups)
     if groups is not None and kv_heads != groups:
         raise _inexpressible(config, "num_query_groups", groups, f"num_key_value_heads is {kv_heads}")
-    experts_field = "num_moe_experts" if given.get("num_experts") is None else "num_experts"
     return _Shape(
         half_layers=depth,
         query_heads=heads if compressed is None else _one_value(config, given, "cca_num_q_heads", depth, 0),
         key_value_heads=_whole(config, {"num_key_value_heads": kv_heads}, "num_key_value_heads"),
         head_dim=head_dim,
-        experts=_whole(config, given, experts_field),
+        experts=_whole(config, given, "num_experts"),
         ffn=_even(config, "ffn_hidden_size", _whole(config, given, "ffn_hidden_size")),
         router=_one_value(config, given, "zaya_mlp_expansion", depth, 1),
     )

@@ -136,6 +136,6 @@ def load_corpus(standard_library: Path | None = None) -> Corpus:
         corpus = _build(list(packages.values()), ", ".join(packages))
     if corpus is None:
         raise RuntimeError(
-            f"no text to train on: neither {root} nor the packages {', '.join(_FALLBACK_PACKAGES)} have source files here"
+            f"no text to train on: neither {root} nor the packages {', '.join(_FALLBACK_PACKAGES)} have source files"
         )
     return corpus

@@ -2,8 +2,8 @@
 
     python probe.py FOLDER IDS.safetensors OUT.safetensors stock|zaya_hf
 
-`stock` never imports zaya_hf, so what it loads is the class of transformers itself. `zaya_hf` imports it first, and also
-continues a prompt when the ids file carries one. One JSON object with what ran goes to standard output.
+`stock` never imports zaya_hf, so what it loads is the class of transformers itself. `zaya_hf` imports it first, and
+also continues the prompt of the ids file. One JSON object with what ran goes to standard output.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 
 def main(folder: str, ids_file: str, out_file: str, which: str) -> None:
@@ -31,7 +32,7 @@ def main(folder: str, ids_file: str, out_file: str, which: str) -> None:
     with torch.no_grad():
         logits = model(input_ids=inputs["ids"], use_cache=False).logits
     save_file({"logits": logits.contiguous()}, out_file)
-    report = {"class": f"{origin}.{type(model).__name__}"}
+    report: dict[str, Any] = {"class": f"{origin}.{type(model).__name__}"}
     if which == "zaya_hf":
         tokenizer = AutoTokenizer.from_pretrained(folder)
         prompt = inputs["prompt"]

@@ -28,7 +28,8 @@ from zaya_hf.modeling_zaya import ZayaForCausalLM
 from zaya_hf.quickstart import bpe, corpus, probe
 from zaya_hf.quickstart.train import Settings, bits_per_byte, held_out_windows, train, unigram_bits_per_byte
 
-# How far logits may be apart in fp32 between the trained model, stock transformers and zaya_hf.
+# How far logits may be apart in fp32, as a share of the largest logit: rounding grows with the numbers added up.
+# (Logits of this model reach 23. Both classes are then up to 1.5e-5 from the same model in float64, 7e-7 of that.)
 TOLERANCE = 1e-5
 _MAKER = "zaya quickstart"
 _MAX_THREADS = 2  # so small a model gets slower with more
@@ -86,7 +87,8 @@ def _replace(out: Path, new: Path) -> None:
 def _make(folder: Path, settings: Settings, show_progress: bool) -> dict[str, Any]:
     """Train, save into `folder`/model, check; the content of results.json."""
     text = corpus.load_corpus()
-    _say("text", f"{text.origin}: {text.train_bytes / 1e6:.1f} MB to train on, {text.held_out_bytes / 1e6:.2f} MB held out")
+    megabytes = f"{text.train_bytes / 1e6:.1f} MB to train on, {text.held_out_bytes / 1e6:.2f} MB held out"
+    _say("text", f"{text.origin}: {megabytes}")
 
     tokenizer = bpe.train_tokenizer(text.train, settings.vocab_size)
     entry_bytes = bpe.bytes_per_entry(tokenizer)
@@ -215,13 +217,14 @@ def _compare(
     for which, name in (("stock", "transformers without zaya_hf"), ("zaya_hf", "zaya_hf")):
         report = _run_probe([str(folder / "model"), str(inputs), str(output), which])
         difference = (load_file(output)["logits"] - expected).abs().max().item()
-        if not difference <= TOLERANCE:
+        limit = TOLERANCE * max(1.0, expected.abs().max().item())
+        if not difference <= limit:
             raise RuntimeError(
                 f"{name} loads the saved model, but its logits are up to {difference:.1e} from the trained model's; "
-                f"at most {TOLERANCE:.0e} was expected"
+                f"at most {limit:.1e} was expected"
             )
-        _say("loaded", f"by {name} in a fresh process: logits equal within {difference:.1e} (limit {TOLERANCE:.0e})")
-        reports[which] = report | {"max_logit_difference": difference}
+        _say("loaded", f"by {name} in a fresh process: logits equal within {difference:.1e} (limit {limit:.1e})")
+        reports[which] = report | {"max_logit_difference": difference, "limit": limit}
     inputs.unlink()
     output.unlink()
     return reports

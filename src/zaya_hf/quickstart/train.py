@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 class Settings:
     """Everything that decides the numbers, beside the corpus, the versions and the thread count."""
 
-    steps: int = 800
+    steps: int = 600
     seed: int = 0
     vocab_size: int = 1024
     hidden_size: int = 96
@@ -47,7 +47,7 @@ class TrainingResult:
 
 
 def learning_rate_factor(step: int, steps: int, warmup: int) -> float:
-    """Linear warm-up, flat until half of the steps, then linear to zero. The warm-up is at most a tenth of a short run."""
+    """Linear warm-up over at most a tenth of the steps, flat until half of them, then linear to zero."""
     warmup = min(warmup, max(1, steps // 10))
     half = steps // 2
     rising = min(1.0, (step + 1) / warmup)

@@ -1,7 +1,8 @@
-"""CCA's mixing step, as the paper states it (arXiv 2510.04476, section 2): convolutions, q-k mean, norms, RoPE, value shift.
+"""CCA's mixing step, as the paper states it (arXiv 2510.04476, section 2): convolutions, q-k mean, norms, RoPE, values.
 
-Shapes: ``B`` rows, ``S`` tokens, ``H`` query heads, ``G`` key/value heads, ``D`` head width, ``C = (H + G) D`` channels,
-``K = k0 + k1 - 2`` tokens of look-back, ``N`` segments with a state, ``W = G D / 2`` the width of either value half.
+Shapes: ``B`` rows, ``S`` tokens, ``H`` query heads, ``G`` key/value heads, ``D`` head width, ``C = (H + G) D``
+channels, ``K = k0 + k1 - 2`` tokens of look-back, ``N`` segments with a state, ``W = G D / 2`` the width of either
+value half.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from torch import Tensor
 
 @dataclass
 class SegmentStates:
-    """What N segments saw before this call. Every cached row is such a segment; so is a chunk with a halo, or a continuation
-    that shares a context.
+    """What N segments saw before this call. Every cached row is such a segment; so is a chunk with a halo, or a
+    continuation that shares a context.
 
     Attributes:
         qk: ``[N, C, K]`` raw query/key columns, oldest first; zeros where there was no token.
         value: ``[N, W]`` delayed projection of the token before; the projection of nothing where there was none.
-        index: ``[N, >= max(K, 1)]`` flat position (``row * S + column``) of the segment's first tokens in this call. None:
-            one segment per row, beginning at its first column.
+        index: ``[N, >= max(K, 1)]`` flat position (``row * S + column``) of the segment's first tokens in this call; it
+            goes with a `reach`. None: one segment per row, beginning at its first column, without a `reach`.
         valid: ``[N, >= max(K, 1)]`` bool, whether that token exists and belongs to the segment.
     """
 
@@ -37,8 +38,14 @@ def promote(tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
-def earlier_tokens(x: Tensor, steps: int, reach: Tensor | None, states: SegmentStates | None, columns: Tensor | None,
-                   nothing: Tensor | None = None) -> Tensor:
+def earlier_tokens(
+    x: Tensor,
+    steps: int,
+    reach: Tensor | None,
+    states: SegmentStates | None,
+    columns: Tensor | None,
+    nothing: Tensor | None = None,
+) -> Tensor:
     """The value of every token's `steps`-th predecessor.
 
     Args:
@@ -66,7 +73,10 @@ def earlier_tokens(x: Tensor, steps: int, reach: Tensor | None, states: SegmentS
     if reach is not None:
         shifted = torch.where(found[..., None], shifted, 0)
     if states is not None and length:
-        assert columns is not None and states.index is not None and states.valid is not None
+        assert columns is not None
+        assert reach is not None, "without a reach, tokens before a segment's first one would be taken for its past"
+        assert states.index is not None
+        assert states.valid is not None
         # Token o of a segment (o < steps) finds its predecessor in column M - steps + o of the state.
         first = columns.shape[-1] - steps
         valid, index = states.valid[:, :steps], states.index[:, :steps].reshape(-1)
@@ -100,8 +110,8 @@ def cca_mix(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values for attention from the four projections.
 
-    Both convolutions are linear and padded once, with zeros before the first, so a token at reach r reads zeros for every
-    raw column beyond r, and the depthwise bias alone where the second convolution looks before the first token.
+    Both convolutions are linear and padded once, with zeros before the first, so a token at reach r reads zeros for
+    every raw column beyond r, and the depthwise bias alone where the second convolution looks before the first token.
 
     Args:
         query, key: raw projections ``[B, S, H D]`` and ``[B, S, G D]``.
@@ -109,7 +119,8 @@ def cca_mix(
         depthwise_weight, depthwise_bias: ``[C, 1, k0]``, ``[C]``.
         grouped_weight, grouped_bias: ``[C, D, k1]``, ``[C]``; one group per head.
         temperature: ``[G]`` factor on the normalised keys; with `clamp_temperature` exp(clamp(t, 1e-7, 2)).
-        cos, sin: ``[B or 1, S, R]`` with R <= D even; the first R dimensions of each head are rotated (half-split pairs).
+        cos, sin: ``[B or 1, S, R]`` with R <= D even; the first R dimensions of each head are rotated (half-split
+            pairs).
         value_of_nothing: ``[W]`` delayed value before the first token; None: zeros.
         reach: ``[B, S]``, see `earlier_tokens`.
         states: the past of the segments that have one.
@@ -143,8 +154,16 @@ def cca_mix(
     return q.to(dtype).transpose(1, 2), k.to(dtype).transpose(1, 2), value.transpose(1, 2)
 
 
-def _convolutions(raw: Tensor, depthwise_weight: Tensor, depthwise_bias: Tensor, grouped_weight: Tensor, grouped_bias: Tensor,
-                  head_dim: int, reach: Tensor | None, states: SegmentStates | None) -> Tensor:
+def _convolutions(
+    raw: Tensor,
+    depthwise_weight: Tensor,
+    depthwise_bias: Tensor,
+    grouped_weight: Tensor,
+    grouped_bias: Tensor,
+    head_dim: int,
+    reach: Tensor | None,
+    states: SegmentStates | None,
+) -> Tensor:
     """Depthwise, then per-head convolution, ``[B, S, C]`` -> ``[B, S, H + G, D]`` (fp32 or wider)."""
     batch_size, length, channels = raw.shape
     heads = channels // head_dim
@@ -217,7 +236,9 @@ def next_states(
     return qk, value
 
 
-def initial_states(raw: Tensor, value_delayed: Tensor, look_back: int, value_of_nothing: Tensor | None) -> tuple[Tensor, Tensor]:
+def initial_states(
+    raw: Tensor, value_delayed: Tensor, look_back: int, value_of_nothing: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """What position 0 of a fresh sequence reads: ``[B, C, K]`` zeros, and ``[B, W]`` the projection of nothing."""
     qk = raw.new_zeros(raw.shape[0], raw.shape[-1], look_back)
     value = value_delayed.new_zeros(raw.shape[0], value_delayed.shape[-1])

@@ -9,8 +9,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def experts(x: Tensor, slots: Tensor, weights: Tensor, gate_up_proj: Tensor, down_proj: Tensor,
-            act_fn: Callable[[Tensor], Tensor]) -> Tensor:
+def experts(
+    x: Tensor,
+    slots: Tensor,
+    weights: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    act_fn: Callable[[Tensor], Tensor],
+) -> Tensor:
     """``weights[n] * down(act(gate(x[n])) * up(x[n]))`` with the expert that slot n names.
 
     Args:
@@ -20,7 +26,8 @@ def experts(x: Tensor, slots: Tensor, weights: Tensor, gate_up_proj: Tensor, dow
         gate_up_proj: ``[E, 2 I, D]``, gate first; `down_proj`: ``[E, D, I]``.
 
     Returns:
-        ``[N, D]`` in the dtype of `x`. Experts without tokens get gradients of exactly 0.
+        ``[N, D]`` in the dtype of `x`. Experts without tokens get gradients of exactly 0; so does all else if every
+        token skips.
     """
     num_experts = gate_up_proj.shape[0]
     order = slots.argsort(stable=True)
@@ -35,6 +42,6 @@ def experts(x: Tensor, slots: Tensor, weights: Tensor, gate_up_proj: Tensor, dow
         gate, up = F.linear(x[rows], gate_up[expert]).chunk(2, dim=-1)
         parts.append(F.linear(act_fn(gate) * up, down[expert]) * weights[rows, None].to(x.dtype))
     if not parts:
-        # An empty slice keeps both weights in the graph, so that their gradients are zeros and not missing.
-        return torch.zeros_like(x) + (gate_up_proj[:0].sum() + down_proj[:0].sum()).to(x.dtype)
+        # Empty slices keep everything in the graph, so that gradients are zeros and not missing.
+        return torch.zeros_like(x) + sum(t[:0].sum().to(x.dtype) for t in (x, weights, gate_up_proj, down_proj))
     return torch.zeros_like(x).index_copy(0, order, torch.cat(parts).to(x.dtype))

@@ -29,7 +29,8 @@ def residual_merge(
     merged = (promote(output) + promote(output_bias)) * promote(output_scale)
     if residual is None:
         return merged
-    assert residual_scale is not None and residual_bias is not None
+    assert residual_scale is not None
+    assert residual_bias is not None
     return merged + (promote(residual) + promote(residual_bias)) * promote(residual_scale)
 
 

@@ -1,0 +1,620 @@
+"""Loading and saving the combined layout: what must fit, what is refused, and that nothing changes a value."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import transformers.models.zaya.modeling_zaya as stock_zaya
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.models.zaya.configuration_zaya import ZayaConfig as StockConfig
+
+from original_checkpoints import original_config, original_tensors, write_checkpoint
+from zaya_hf import ZayaConfig, ZayaForCausalLM, ZayaModel, ZayaPreTrainedModel
+from zaya_hf.testing import random_ids, redraw, tiny_config
+from zaya_hf.weight_files import LazyStack
+
+
+@pytest.fixture(autouse=True)
+def _no_stock_warning():
+    """Redrawn models have trained skip biases, so each save would warn; tests of the warning ask for it themselves."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*transformers' own zaya class.*")
+        yield
+
+
+def tiny_model(seed=1, **changes):
+    return redraw(ZayaForCausalLM(tiny_config(**changes)), seed)
+
+
+def differing(one, other):
+    """Names of the tensors that are not bitwise equal in two models or state dicts."""
+    one, other = ({} | (m.state_dict() if isinstance(m, nn.Module) else m) for m in (one, other))
+    assert set(one) == set(other)
+    return [name for name in one if one[name].dtype != other[name].dtype or not torch.equal(one[name], other[name])]
+
+
+def logits(model, ids=None):
+    with torch.no_grad():
+        return model(random_ids(2, 12) if ids is None else ids).logits
+
+
+def assert_same_logits(one, other):
+    """Equal to rounding: tensors in a mapped file lie at other addresses, and kernels differ by alignment."""
+    torch.testing.assert_close(logits(one), logits(other), atol=1e-5, rtol=1e-5)
+
+
+def edit(folder, change, file="model.safetensors"):
+    """Rewrite a weight file: `change` gets the dict of tensors."""
+    tensors = load_file(folder / file)
+    change(tensors)
+    save_file(tensors, folder / file, metadata={"format": "pt"})
+
+
+def edit_config(folder, **changes):
+    values = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(values))
+
+
+def files(folder):
+    return sorted(path.name for path in Path(folder).iterdir())
+
+
+# --- round trips ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("max_shard_size", ["5GB", "40KB"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_round_trip(tmp_path, tied, max_shard_size):
+    model = tiny_model(tie_word_embeddings=tied, clamp_temp=True, residual_in_fp32=False, router_norm_eps=1e-6)
+    model.save_pretrained(tmp_path, max_shard_size=max_shard_size)
+    shards = list(tmp_path.glob("*.safetensors"))
+    assert len(shards) == 1 if max_shard_size == "5GB" else len(shards) > 10
+    stored = {name: value for shard in shards for name, value in load_file(shard).items()}
+    assert ("lm_head.weight" in stored) is not tied
+    loaded, info = ZayaForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert differing(loaded, model) == []
+    assert_same_logits(loaded, model)
+    assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) is tied
+    assert (loaded.config.clamp_temp, loaded.config.residual_in_fp32, loaded.config.router_norm_eps) == (
+        True,
+        False,
+        1e-6,
+    )
+
+
+def test_auto_class_and_native_config(tmp_path):
+    model = tiny_model()
+    model.save_pretrained(tmp_path)
+    assert type(AutoModelForCausalLM.from_pretrained(tmp_path)) is ZayaForCausalLM
+    native = StockConfig.from_pretrained(tmp_path)
+    loaded = ZayaForCausalLM.from_pretrained(tmp_path, config=native)
+    assert type(loaded.config) is ZayaConfig
+    assert differing(loaded, model) == []
+    assert type(native) is StockConfig
+
+
+@pytest.mark.parametrize("width", [(1, 1), (1, 2), (3, 4)])
+def test_saved_folder_loads_in_transformers_own_class(tmp_path, width):
+    model = tiny_model(
+        cca_time0=width[0],
+        cca_time1=width[1],
+        layer_types=["hybrid", "hybrid_sliding"] * 2,
+        sliding_window=4,
+        tie_word_embeddings=False,
+    )
+    for layer in model.model.layers:
+        layer.mlp.gate.balancing_biases[-1] = -1.0  # transformers resets it to this
+    assert model.stock_differences() == []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.save_pretrained(tmp_path, max_shard_size="100KB")
+    stock, info = stock_zaya.ZayaForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info.values())
+    assert differing(stock.eval(), model) == []
+    assert_same_logits(stock, model)
+
+
+def test_folder_of_transformers_own_class_loads(tmp_path):
+    stock = redraw(stock_zaya.ZayaForCausalLM(StockConfig(**tiny_config().to_dict())), 2)
+    stock.save_pretrained(tmp_path)
+    loaded = ZayaForCausalLM.from_pretrained(tmp_path)
+    assert differing(loaded, stock) == []
+    assert_same_logits(loaded, stock.eval())
+
+
+def test_implementations_and_overrides_reach_the_model(tmp_path):
+    tiny_model().save_pretrained(tmp_path)
+    loaded = ZayaForCausalLM.from_pretrained(
+        tmp_path, attn_implementation="eager", experts_implementation="batched_mm", rms_norm_eps=1e-3, use_cache=False
+    )
+    config = loaded.config
+    assert (config._attn_implementation, config._experts_implementation) == ("eager", "batched_mm")
+    assert (config.rms_norm_eps, config.use_cache) == (1e-3, False)
+    with pytest.raises(ValueError, match="rms_norm_eps=-1"):
+        ZayaForCausalLM.from_pretrained(tmp_path, rms_norm_eps=-1)
+
+
+def test_dtype_of_a_folder_that_states_none(tmp_path):
+    """fp32 balancing biases come first in a bf16 file, and do not decide."""
+    tiny_model().to(torch.bfloat16).save_pretrained(tmp_path)
+    edit_config(tmp_path, dtype=None)
+    assert next(iter(load_file(tmp_path / "model.safetensors").values())).dtype == torch.float32
+    assert ZayaForCausalLM.from_pretrained(tmp_path).dtype == torch.bfloat16
+
+
+def test_hub_cache_with_revision_and_subfolder(tmp_path):
+    """A repository in the Hub's cache, as it is after a download: no network, both names of the revision."""
+    model, commit = tiny_model(), "0123456789abcdef0123456789abcdef01234567"
+    repository = tmp_path / "models--someone--tiny-zaya"
+    model.save_pretrained(repository / "snapshots" / commit / "inner", max_shard_size="100KB")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    for revision in ({}, {"revision": "main"}, {"revision": commit}):
+        loaded = ZayaForCausalLM.from_pretrained(
+            "someone/tiny-zaya", cache_dir=tmp_path, local_files_only=True, subfolder="inner", **revision
+        )
+        assert differing(loaded, model) == []
+        assert loaded.config.name_or_path == "someone/tiny-zaya"
+    next((repository / "snapshots" / commit / "inner").glob("model-00002*")).unlink()
+    with pytest.raises(OSError, match="model-00002-of"):
+        ZayaForCausalLM.from_pretrained(
+            "someone/tiny-zaya", cache_dir=tmp_path, local_files_only=True, subfolder="inner"
+        )
+
+
+def test_base_and_causal_classes_read_each_other(tmp_path):
+    model = tiny_model(tie_word_embeddings=False)
+    model.save_pretrained(tmp_path / "causal")
+    base, info = ZayaModel.from_pretrained(tmp_path / "causal", output_loading_info=True)
+    assert differing(base, model.model) == []
+    assert set(info["unexpected_keys"]) == {"lm_head.weight"}
+    tied = tiny_model()
+    tied.model.save_pretrained(tmp_path / "base")
+    assert not any(name.startswith("model.") for name in load_file(tmp_path / "base" / "model.safetensors"))
+    assert differing(ZayaForCausalLM.from_pretrained(tmp_path / "base"), tied) == []
+    # Without ties the head is a new one there, like that of any task.
+    base.save_pretrained(tmp_path / "untied")
+    with pytest.warns(UserWarning, match=r"no weights for lm_head\.weight"):
+        ZayaForCausalLM.from_pretrained(tmp_path / "untied")
+
+
+class ZayaForScoring(ZayaPreTrainedModel):
+    """A task class: the backbone with a head that no published file has."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model = ZayaModel(config)
+        self.score = nn.Linear(config.hidden_size, 3)
+        self.post_init()
+
+
+def test_new_task_head_is_warned_about_and_reloads(tmp_path):
+    model = tiny_model(tie_word_embeddings=False)
+    model.save_pretrained(tmp_path / "causal")
+    with pytest.warns(UserWarning, match=r"no weights for score\.weight, score\.bias: newly initialised"):
+        scorer = ZayaForScoring.from_pretrained(tmp_path / "causal")
+    assert differing(scorer.model, model.model) == []
+    assert scorer.score.weight.std() > 0
+    scorer.save_pretrained(tmp_path / "scorer")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert differing(ZayaForScoring.from_pretrained(tmp_path / "scorer"), scorer) == []
+    assert differing(ZayaModel.from_pretrained(tmp_path / "scorer"), model.model) == []
+
+
+def test_state_dict_instead_of_a_folder():
+    model = tiny_model()
+    loaded = ZayaForCausalLM.from_pretrained(None, config=model.config, state_dict=model.state_dict())
+    assert differing(loaded, model) == []
+    with pytest.raises(ValueError, match=r"missing: model\.norm\.weight"):
+        ZayaForCausalLM.from_pretrained(
+            None,
+            config=model.config,
+            state_dict={name: value for name, value in model.state_dict().items() if name != "model.norm.weight"},
+        )
+
+
+# --- no value changes -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, "auto", None])
+def test_loading_changes_no_value(tmp_path, dtype, stored):
+    model = tiny_model().to(stored)
+    biases = torch.tensor([8.0, 8.003, 8.006, 8.009, 0.5])
+    model.model.layers[1].mlp.gate.balancing_biases.copy_(biases)
+    model.save_pretrained(tmp_path)
+    on_disk = load_file(tmp_path / "model.safetensors")
+    loaded = ZayaForCausalLM.from_pretrained(tmp_path, **({} if dtype is None else {"dtype": dtype}))
+    expected = stored if dtype in ("auto", None) else dtype
+    assert {value.dtype for value in loaded.parameters()} == {expected}
+    for name, value in loaded.state_dict().items():
+        if name != "lm_head.weight":
+            want = torch.float32 if name.endswith("balancing_biases") else expected
+            assert value.dtype == want
+            assert torch.equal(value, on_disk[name].to(want)), name
+    kept = loaded.model.layers[1].mlp.gate.balancing_biases
+    assert torch.equal(kept, biases)
+    for _ in range(100):
+        kept += 1e-3
+    torch.testing.assert_close(kept, biases + 0.1, atol=1e-4, rtol=0)
+
+
+def test_bf16_biases_in_a_file_are_widened_exactly(tmp_path):
+    """The published files store them in bf16."""
+    tiny_model().save_pretrained(tmp_path)
+
+    def narrow(tensors):
+        for name in [name for name in tensors if name.endswith("balancing_biases")]:
+            tensors[name] = tensors[name].to(torch.bfloat16)
+
+    edit(tmp_path, narrow)
+    on_disk = load_file(tmp_path / "model.safetensors")
+    for dtype in (torch.float32, torch.bfloat16):
+        loaded = ZayaForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+        for index, layer in enumerate(loaded.model.layers):
+            biases = layer.mlp.gate.balancing_biases
+            assert biases.dtype == torch.float32
+            assert torch.equal(biases, on_disk[f"model.layers.{index}.mlp.gate.balancing_biases"].float())
+
+
+def test_neither_post_init_nor_resizing_nor_checkpointing_changes_a_value(tmp_path):
+    tiny_model().save_pretrained(tmp_path)
+    on_disk = load_file(tmp_path / "model.safetensors")
+    loaded = ZayaForCausalLM.from_pretrained(tmp_path)
+
+    def changed():
+        rows = on_disk["model.embed_tokens.weight"].shape[0]
+        return [
+            name
+            for name, value in loaded.state_dict().items()
+            if name != "lm_head.weight" and not torch.equal(value[:rows] if "embed" in name else value, on_disk[name])
+        ]
+
+    loaded.post_init()
+    loaded.init_weights()
+    assert changed() == []
+    loaded.gradient_checkpointing_enable()
+    assert changed() == []
+    loaded.resize_token_embeddings(140)
+    assert changed() == []
+    assert loaded.lm_head.weight.shape == (140, 64)
+    loaded.save_pretrained(tmp_path / "wider")
+    again = ZayaForCausalLM.from_pretrained(tmp_path / "wider")
+    assert (again.config.vocab_size, differing(again, loaded)) == (140, [])
+
+
+def test_tensors_that_the_file_lacks_never_come_from_old_memory(tmp_path):
+    model = tiny_model()
+    model.save_pretrained(tmp_path)
+    for _ in range(8):
+        block = torch.full((1 << 20,), torch.nan)
+        del block
+    loaded = ZayaForCausalLM.from_pretrained(tmp_path)
+    assert_same_logits(loaded, model)
+    frequencies = loaded.model.rotary.frequencies("hybrid", torch.device("cpu"))
+    assert frequencies.dtype == torch.float32
+    torch.testing.assert_close(frequencies, torch.tensor([1, 0.021147, 4.4721e-4, 9.4574e-6]), rtol=1e-4, atol=0)
+    with torch.device("meta"):
+        empty = ZayaForCausalLM(model.config)
+    empty = empty.to_empty(device="cpu").eval()
+    empty.load_state_dict(model.state_dict())
+    empty.tie_weights()
+    assert differing(empty, model) == []
+    assert_same_logits(empty, model)
+
+
+def test_device_map_with_disk_offload(tmp_path):
+    pytest.importorskip("accelerate")
+    model = tiny_model()
+    model.save_pretrained(tmp_path, max_shard_size="100KB")
+    device_map = dict.fromkeys(("model.embed_tokens", "lm_head", "model.norm"), "cpu")
+    device_map |= {f"model.layers.{index}": "cpu" for index in (1, 2, 3)}
+    device_map |= {f"model.layers.0.{name}": "cpu" for name, _ in model.model.layers[0].named_children()}
+    device_map |= {"model.input_hidden_states_scale": "cpu", "model.input_hidden_states_bias": "cpu"}
+    device_map["model.layers.0.mlp"] = "disk"
+    loaded = ZayaForCausalLM.from_pretrained(
+        tmp_path, device_map=device_map, offload_folder=tmp_path / "offload", offload_buffers=True
+    )
+    assert_same_logits(loaded, model)
+
+
+# --- files that do not fit --------------------------------------------------------------------------------------------
+
+
+def load_error(folder, cls=ZayaForCausalLM, error=ValueError, **kwargs):
+    """The one line with which loading a folder fails."""
+    with pytest.raises(error) as caught:
+        cls.from_pretrained(folder, **kwargs)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_missing_and_unexpected_tensors_are_named_and_counted(tmp_path):
+    tiny_model().save_pretrained(tmp_path)
+
+    def damage(tensors):
+        del tensors["model.layers.2.self_attn.qk_norm.temp"]
+        tensors["model.layers.2.self_attn.qk_norm.temperature"] = torch.ones(2)
+
+    edit(tmp_path, damage)
+    message = load_error(tmp_path)
+    assert "missing: model.layers.2.self_attn.qk_norm.temp;" in message
+    assert "unexpected: model.layers.2.self_attn.qk_norm.temperature" in message
+    assert "missing: layers.2.self_attn.qk_norm.temp;" in load_error(tmp_path, ZayaModel)
+
+    def damage_more(tensors):
+        for name in [name for name in tensors if ".layers.3." in name]:
+            del tensors[name]
+
+    edit(tmp_path, damage_more)
+    assert "(33 in all)" in load_error(tmp_path)  # 32 tensors of a block and the temperature
+
+
+def test_wrong_shapes_are_named(tmp_path):
+    model = tiny_model()
+    model.save_pretrained(tmp_path)
+    edit_config(tmp_path, num_experts=6)
+    message = load_error(tmp_path)
+    assert "model.layers.0.mlp.experts.gate_up_proj [4, 64, 64] where [6, 64, 64] is expected" in message
+    assert "(16 in all)" in message
+    edit_config(tmp_path, num_experts=4)
+    edit(tmp_path, lambda tensors: tensors.update({"model.norm.weight": torch.ones(3)}))
+    assert "model.norm.weight [3] where [64] is expected" in load_error(tmp_path)
+    loaded = ZayaForCausalLM.from_pretrained(tmp_path, ignore_mismatched_sizes=True)
+    assert differing(loaded, model) == ["model.norm.weight"]
+
+
+def test_a_tie_flag_that_contradicts_the_file_is_reported(tmp_path):
+    untied = tiny_model(tie_word_embeddings=False)
+    untied.save_pretrained(tmp_path / "untied")
+    edit_config(tmp_path / "untied", tie_word_embeddings=True)
+    assert "tie_word_embeddings=true, but lm_head.weight is not the embedding" in load_error(tmp_path / "untied")
+    tied = tiny_model()
+    tied.save_pretrained(tmp_path / "tied")
+    edit_config(tmp_path / "tied", tie_word_embeddings=False)
+    assert "tie_word_embeddings=false, but there is no lm_head.weight" in load_error(tmp_path / "tied")
+    # A head that is a copy of the embedding contradicts nothing, and stays tied.
+    edit_config(tmp_path / "tied", tie_word_embeddings=True)
+    edit(tmp_path / "tied", lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    loaded = ZayaForCausalLM.from_pretrained(tmp_path / "tied")
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    assert differing(loaded, tied) == []
+
+
+def test_missing_shard_and_broken_files_are_named(tmp_path):
+    tiny_model().save_pretrained(tmp_path, max_shard_size="40KB")
+    shard = files(tmp_path)[4]
+    data = (tmp_path / shard).read_bytes()
+    (tmp_path / shard).unlink()
+    assert f"shard {shard} is missing" in load_error(tmp_path, error=FileNotFoundError)
+    (tmp_path / shard).write_bytes(data[: len(data) // 2])
+    assert f"{shard} is not a whole safetensors file" in load_error(tmp_path)
+    other = files(tmp_path)[5]
+    shutil.copy(tmp_path / other, tmp_path / shard)
+    assert "is in two shards" in load_error(tmp_path)
+    (tmp_path / shard).write_bytes(data)
+    edit(tmp_path, lambda tensors: tensors.update({"stray": tensors.pop(next(iter(tensors)))}), shard)
+    assert "though the index of" in load_error(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    assert "is not a safetensors index" in load_error(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../other.safetensors"}}')
+    assert "not a plain file name" in load_error(tmp_path)
+    (tmp_path / "model.safetensors.index.json").unlink()
+    assert "neither model.safetensors nor" in load_error(tmp_path, error=FileNotFoundError)
+
+
+def test_other_formats_are_refused_with_the_way_out(tmp_path):
+    model = tiny_model()
+    model.save_pretrained(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    tensors = load_file(weights)
+    assert "GGUF" in load_error(tmp_path, gguf_file="x.gguf")
+    assert "safetensors" in load_error(tmp_path, use_safetensors=False)
+    assert "is a file; give the folder" in load_error(weights, config=model.config)
+    weights.rename(tmp_path / "weights.gguf")
+    assert "GGUF files only; load the safetensors" in load_error(tmp_path)
+    (tmp_path / "weights.gguf").rename(tmp_path / "pytorch_model.bin")
+    assert "pickled weights only" in load_error(tmp_path)
+    (tmp_path / "pytorch_model.bin").unlink()
+    assert "has no weights" in load_error(tmp_path, error=FileNotFoundError)
+    packed = {"model.layers.0.mlp.experts.gate_up_proj_blocks": torch.zeros(4, 8, dtype=torch.uint8)}
+    save_file(tensors | packed, weights, metadata={"format": "pt"})
+    assert "quantised (tensor model.layers.0.mlp.experts.gate_up_proj_blocks" in load_error(tmp_path)
+    edit_config(tmp_path, quantization_config={"quant_method": "mxfp4"})
+    assert "quantization_config: mxfp4); load the unquantised checkpoint" in load_error(tmp_path)
+    edit_config(tmp_path, model_type="zaya1_vl")
+    assert "vision-language" in load_error(tmp_path)
+    (tmp_path / "config.json").unlink()
+    assert "has no config.json" in load_error(tmp_path, error=FileNotFoundError)
+    assert "there is no folder" in load_error(tmp_path / "nowhere", error=FileNotFoundError)
+
+
+def test_an_adapter_is_checked_by_its_base(tmp_path, monkeypatch):
+    monkeypatch.setattr("zaya_hf.loading.is_peft_available", lambda: True)
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    model = tiny_model()
+    model.save_pretrained(base)
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(base)}))
+    edit(base, lambda tensors: tensors.pop("model.norm.weight"))
+    assert f"{base}: tensors do not fit the config: missing: model.norm.weight" in load_error(adapter)
+    write_checkpoint(base, original_tensors(model), original_config(model.config))
+    assert "the base of an adapter, is in the original layout; convert it once" in load_error(adapter)
+
+
+# --- saving -----------------------------------------------------------------------------------------------------------
+
+
+def test_no_file_of_an_earlier_save_survives(tmp_path):
+    old, new = tiny_model(1), tiny_model(2)
+    old.save_pretrained(tmp_path, max_shard_size="40KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) == 17
+    (tmp_path / "notes.txt").write_text("kept")
+    (tmp_path / "training.safetensors").write_text("kept")
+    new.save_pretrained(tmp_path)
+    common = ["config.json", "generation_config.json", "model.safetensors", "notes.txt", "training.safetensors"]
+    assert files(tmp_path) == common
+    assert differing(ZayaForCausalLM.from_pretrained(tmp_path), new) == []
+    # The other way round: a whole file would win over newer shards.
+    old.save_pretrained(tmp_path, max_shard_size="100KB")
+    assert "model.safetensors" not in files(tmp_path)
+    assert differing(ZayaForCausalLM.from_pretrained(tmp_path), old) == []
+    new.save_pretrained(tmp_path, max_shard_size="40KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) == 17
+    assert differing(ZayaForCausalLM.from_pretrained(tmp_path), new) == []
+
+
+def test_variants_are_kept_apart(tmp_path):
+    plain, variant = tiny_model(1), tiny_model(2)
+    plain.save_pretrained(tmp_path, max_shard_size="40KB")
+    variant.save_pretrained(tmp_path, variant="other", max_shard_size="40KB")
+    variant.save_pretrained(tmp_path, variant="other")
+    assert not list(tmp_path.glob("model.other-*")) + list(tmp_path.glob("*index.other.json"))
+    assert differing(ZayaForCausalLM.from_pretrained(tmp_path), plain) == []
+    assert differing(ZayaForCausalLM.from_pretrained(tmp_path, variant="other"), variant) == []
+
+
+def test_saving_over_the_folder_that_a_model_was_loaded_from(tmp_path):
+    model = tiny_model()
+    model.save_pretrained(tmp_path)
+    loaded = ZayaForCausalLM.from_pretrained(tmp_path)
+    loaded.save_pretrained(tmp_path, max_shard_size="40KB")
+    assert differing(loaded, model) == []
+    assert differing(ZayaForCausalLM.from_pretrained(tmp_path), model) == []
+
+
+def test_a_failed_save_leaves_the_folder_as_it_was(tmp_path, monkeypatch):
+    model, other = tiny_model(1), tiny_model(2)
+    model.save_pretrained(tmp_path / "out", max_shard_size="40KB")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+
+    calls = []
+
+    def full_disk(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == 3:
+            raise OSError("no space left")
+        return save_file(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("transformers.modeling_utils.safe_save_file", full_disk)
+        with pytest.raises(OSError, match="no space left"):
+            other.save_pretrained(tmp_path / "out", max_shard_size="40KB")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
+    other.config.num_experts = 0
+    with pytest.raises(ValueError, match="num_experts=0"):
+        other.save_pretrained(tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NotADirectoryError):
+        model.save_pretrained(tmp_path / "file")
+
+
+def test_only_the_main_process_writes(tmp_path):
+    tiny_model(1).save_pretrained(tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    tiny_model(2).save_pretrained(tmp_path, is_main_process=False, max_shard_size="40KB")
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_push_happens_after_the_folder_is_complete(tmp_path, monkeypatch):
+    pushed = []
+
+    def push(self, repo_id, **kwargs):
+        pushed.append((repo_id, kwargs, files(tmp_path / "out")))
+
+    monkeypatch.setattr(ZayaForCausalLM, "push_to_hub", push)
+    tiny_model().save_pretrained(tmp_path / "out", push_to_hub=True, commit_message="first", token="secret")
+    arguments = {"commit_message": "first", "token": "secret", "max_shard_size": "50GB"}
+    assert pushed == [("out", arguments, ["config.json", "generation_config.json", "model.safetensors"])]
+
+
+# --- what transformers would compute differently ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "switch"),
+    [
+        ({"clamp_temp": True}, "clamp_temp"),
+        ({"residual_in_fp32": False}, "residual_in_fp32=False"),
+        ({"router_norm_eps": 1e-2}, "router_norm_eps=0.01"),
+        ({"fp32_logits": True}, "fp32_logits"),
+        ({"skip_expert": "identity"}, 'skip_expert="identity"'),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"layer_types": ["hybrid_sliding"] * 4, "sliding_window": 1}, "sliding_window=1"),
+    ],
+)
+def test_each_switch_is_reported_once(changes, switch):
+    model = ZayaForCausalLM(tiny_config(**changes))
+    assert [name for name, _ in model.stock_differences()] == [switch]
+    assert [name for name, _ in model.model.stock_differences()] == [switch]
+
+
+def test_a_trained_skip_bias_is_reported_and_warned_about_on_save(tmp_path):
+    model = ZayaForCausalLM(tiny_config(router_norm_eps=1e-5))
+    assert model.stock_differences() == []
+    model.model.layers[2].mlp.gate.balancing_biases[-1] = 0.5
+    ((switch, why),) = model.stock_differences()
+    assert switch == "balancing_biases[-1]"
+    assert "layers 2" in why
+    with pytest.warns(UserWarning, match=r"transformers' own zaya class.*balancing_biases") as caught:
+        model.save_pretrained(tmp_path)
+    assert len([w for w in caught if "own zaya class" in str(w.message)]) == 1
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.save_pretrained(tmp_path / "again")  # said already
+    stock = stock_zaya.ZayaForCausalLM.from_pretrained(tmp_path)
+    assert stock.model.layers[2].mlp.gate.balancing_biases[-1] == -1.0, "the reason for the warning is gone"
+
+
+@pytest.mark.parametrize("switch", ["clamp_temp", "router_norm_eps", "skip_expert", "attention_bias", "sliding_window"])
+def test_the_reported_differences_are_real(tmp_path, switch):
+    changes = {
+        "clamp_temp": {"clamp_temp": True},
+        "router_norm_eps": {"router_norm_eps": 0.1},
+        "skip_expert": {"skip_expert": "identity"},
+        "attention_bias": {"attention_bias": True},
+        "sliding_window": {"layer_types": ["hybrid_sliding"] * 4, "sliding_window": 1},
+    }[switch]
+    model = tiny_model(**changes)
+    for layer in model.model.layers:
+        biases = layer.mlp.gate.balancing_biases
+        if switch == "skip_expert":
+            biases[:-1] -= 3.0  # only skipped tokens tell the two apart
+        biases[-1] = -1.0
+    model.save_pretrained(tmp_path)
+    stock = stock_zaya.ZayaForCausalLM.from_pretrained(tmp_path).eval()
+    ids = random_ids(1, 9)
+    with torch.no_grad():
+        if switch == "attention_bias":  # shows behind left padding only
+            mask = (torch.arange(9)[None] >= 4).long()
+            ours, theirs = (m(ids, attention_mask=mask).logits[:, 4:] for m in (model, stock))
+        elif switch == "sliding_window":  # shows in decoding only
+            theirs = stock(ids[:, 8:], cache=stock(ids[:, :8], use_cache=True).cache).logits
+            ours = model(ids, use_cache=False).logits[:, 8:]
+        else:
+            ours, theirs = logits(model, ids), logits(stock, ids)
+    assert (ours - theirs).abs().max() > 1e-3
+
+
+# --- parts ------------------------------------------------------------------------------------------------------------
+
+
+def test_lazy_stack_indexes_as_the_stacked_tensor():
+    parts = [torch.randn(6, 5) for _ in range(4)]
+    whole, lazy = torch.stack(parts), LazyStack(parts)
+    assert lazy.get_shape() == [4, 6, 5]
+    for index in (..., 2, slice(1, 3), (slice(0, 2), slice(1, 4)), (3, 1), (slice(None), slice(None), 2)):
+        assert torch.equal(lazy[index], whole[index])
+    assert torch.equal(lazy[..., 1:3], whole[..., 1:3])
+    assert lazy[2:2].shape == (0, 6, 5)

@@ -1,0 +1,759 @@
+"""The table of what every token may see: whatever the caller gives, against the definition in naive_visibility."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+
+import naive_visibility as naive
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from zaya_hf import ZayaForCausalLM, ZayaModel, visibility
+from zaya_hf.history import RowHistory
+from zaya_hf.testing import random_ids, record_run, redraw, tiny_config
+
+WINDOW = 3
+WIDTHS = {(1, 1): 1, (2, 2): 2, (2, 1): 1, (3, 4): 5}
+MIXED = {"layer_types": ["hybrid", "hybrid_sliding"] * 2, "sliding_window": WINDOW}
+LOWEST = torch.finfo(torch.float32).min
+
+
+def config_for(attention: str = "eager", widths: tuple[int, int] = (2, 2), **changes):
+    config = tiny_config(**{**MIXED, **changes}, cca_time0=widths[0], cca_time1=widths[1])
+    config._attn_implementation = attention
+    return config
+
+
+def describe(batch_size: int, length: int, config=None, dtype=torch.float32, **given) -> visibility.Visibility:
+    return visibility.describe(
+        config or config_for(),
+        batch_size=batch_size,
+        sequence_length=length,
+        device=torch.device("cpu"),
+        dtype=dtype,
+        **given,
+    )
+
+
+def spelled_out(visible: visibility.Visibility, look_back: int) -> SimpleNamespace:
+    """A `Visibility` with nothing left implicit."""
+    shape = (visible.batch_size, visible.sequence_length)
+    columns = torch.arange(shape[1]).expand(shape)
+    return SimpleNamespace(
+        segment=torch.zeros(shape, dtype=torch.long) if visible.segment is None else visible.segment,
+        reach=columns.clamp_max(look_back) if visible.reach is None else visible.reach,
+        positions=visible.position_ids.expand(shape),
+        last=torch.full(shape[:1], shape[1] - 1) if visible.last is None else visible.last,
+    )
+
+
+# ------------------------------------------------------------------------------------------- the table, written out
+# what is given for one row of 6 tokens (or two rows); segment and reach at look-back 2
+TABLE = {
+    "nothing": ({}, [[0] * 6], [[0, 1, 2, 2, 2, 2]]),
+    "a mask of ones": ({"attention_mask": [[1] * 6]}, [[0] * 6], [[0, 1, 2, 2, 2, 2]]),
+    "left pads": ({"attention_mask": [[0, 0, 1, 1, 1, 1]]}, [[-1, -1, 0, 0, 0, 0]], [[0, 0, 0, 1, 2, 2]]),
+    "right pads": ({"attention_mask": [[1, 1, 1, 1, 0, 0]]}, [[0, 0, 0, 0, -1, -1]], [[0, 1, 2, 2, 0, 0]]),
+    "pads on both sides": ({"attention_mask": [[0, 1, 1, 1, 0, 0]]}, [[-1, 0, 0, 0, -1, -1]], [[0, 0, 1, 2, 0, 0]]),
+    "a hole": ({"attention_mask": [[1, 1, 0, 1, 1, 1]]}, [[0, 0, -1, 0, 0, 0]], [[0, 1, 0, 0, 1, 2]]),
+    "only pads": ({"attention_mask": [[0] * 6]}, [[-1] * 6], [[0] * 6]),
+    "two rows": (
+        {"attention_mask": [[1] * 6, [0, 0, 0, 1, 1, 1]]},
+        [[0] * 6, [-1, -1, -1, 0, 0, 0]],
+        [[0, 1, 2, 2, 2, 2], [0, 0, 0, 0, 1, 2]],
+    ),
+    "positions of one document": ({"position_ids": [[0, 1, 2, 3, 4, 5]]}, [[0] * 6], [[0, 1, 2, 2, 2, 2]]),
+    "positions without rows": ({"position_ids": [0, 1, 0, 1, 2, 3]}, [[0, 0, 1, 1, 1, 1]], [[0, 1, 0, 1, 2, 2]]),
+    "positions that do not start at 0": ({"position_ids": [[7, 8, 9, 10, 11, 12]]}, [[0] * 6], [[0, 1, 2, 2, 2, 2]]),
+    "documents that do not start at 0": (
+        {"position_ids": [[5, 6, 7, 40, 41, 3]]},
+        [[0, 0, 0, 1, 1, 2]],
+        [[0, 1, 2, 0, 1, 0]],
+    ),
+    "documents of one token": ({"position_ids": [[0, 0, 0, 0, 1, 0]]}, [[0, 1, 2, 3, 3, 4]], [[0, 0, 0, 0, 1, 0]]),
+    "one row of positions for all": (
+        {"position_ids": [[0, 1, 0, 1, 2, 3]], "attention_mask": [[1] * 6, [0, 1, 1, 1, 1, 1]]},
+        [[0, 0, 1, 1, 1, 1], [-1, 0, 1, 1, 1, 1]],
+        [[0, 1, 0, 1, 2, 2], [0, 0, 0, 1, 2, 2]],
+    ),
+    "positions that restart at every left pad": (
+        {"position_ids": [[0, 0, 0, 1, 2, 3]], "attention_mask": [[0, 0, 1, 1, 1, 1]]},
+        [[-1, -1, 0, 0, 0, 0]],
+        [[0, 0, 0, 1, 2, 2]],
+    ),
+    "a restart inside padding": (
+        {"position_ids": [[0, 1, 0, 0, 2, 3]], "attention_mask": [[1, 1, 0, 0, 1, 1]]},
+        [[0, 0, -1, -1, 0, 0]],
+        [[0, 1, 0, 0, 0, 1]],
+    ),
+    "positions that count padding": (
+        {"position_ids": [[0, 1, 2, 3, 4, 5]], "attention_mask": [[1, 1, 0, 0, 1, 1]]},
+        [[0, 0, -1, -1, 0, 0]],
+        [[0, 1, 0, 0, 0, 1]],
+    ),
+    "padding between documents": (
+        {"position_ids": [[0, 1, 1, 1, 0, 1]], "attention_mask": [[1, 1, 0, 0, 1, 1]]},
+        [[0, 0, -1, -1, 1, 1]],
+        [[0, 1, 0, 0, 0, 1]],
+    ),
+    "cumulative lengths": ({"cu_seq_lens": [0, 2, 6]}, [[0, 0, 1, 1, 1, 1]], [[0, 1, 0, 1, 2, 2]]),
+    "cumulative lengths of one document": ({"cu_seq_lens": [0, 6]}, [[0] * 6], [[0, 1, 2, 2, 2, 2]]),
+    "empty documents": ({"cu_seq_lens": [0, 0, 2, 2, 2, 6, 6]}, [[0, 0, 1, 1, 1, 1]], [[0, 1, 0, 1, 2, 2]]),
+    "cumulative lengths and their positions": (
+        {"cu_seq_lens": [0, 2, 6], "position_ids": [[0, 1, 0, 1, 2, 3]]},
+        [[0, 0, 1, 1, 1, 1]],
+        [[0, 1, 0, 1, 2, 2]],
+    ),
+    "cumulative lengths and positions of the row": (
+        {"cu_seq_lens": [0, 2, 6], "position_ids": [[0, 1, 2, 3, 4, 5]]},
+        [[0, 0, 1, 1, 1, 1]],
+        [[0, 1, 0, 1, 2, 2]],
+    ),
+    "cumulative lengths with a masked start of a document": (
+        {"cu_seq_lens": [0, 2, 6], "attention_mask": [[1, 1, 0, 1, 1, 1]]},
+        [[0, 0, -1, 1, 1, 1]],
+        [[0, 1, 0, 0, 1, 2]],
+    ),
+    "document numbers": ({"seq_idx": [[4, 4, 1, 1, 1, 4]]}, [[0, 0, 1, 1, 1, 2]], [[0, 1, 0, 1, 2, 0]]),
+    "document numbers and positions of the row": (
+        {"seq_idx": [[0, 0, 1, 1, 1, 1]], "position_ids": [[0, 1, 2, 3, 4, 5]]},
+        [[0, 0, 1, 1, 1, 1]],
+        [[0, 1, 0, 1, 2, 2]],
+    ),
+    "one document number": ({"seq_idx": [[3] * 6]}, [[0] * 6], [[0, 1, 2, 2, 2, 2]]),
+}
+
+
+@pytest.mark.parametrize("row", TABLE)
+def test_table(row: str) -> None:
+    given, segment, reach = TABLE[row]
+    tensors = {name: torch.tensor(value) for name, value in given.items()}
+    visible = describe(len(segment), 6, **tensors)
+    got = spelled_out(visible, 2)
+    assert got.segment.tolist() == segment
+    assert got.reach.tolist() == reach
+    full, sliding = visible.masks["hybrid"], visible.masks["hybrid_sliding"]
+    for index, of_row in enumerate(segment):
+        slots = [naive.Slot(number >= 0, 0, number) for number in of_row]
+        for mask, window in ((full, None), (sliding, WINDOW)):
+            want = [[naive.may_attend(slots, q, k, window) for k in range(6)] for q in range(6)]
+            assert (mask[index, 0] == 0).tolist() == want, window
+            assert ((mask[index, 0] == 0) | (mask[index, 0] == LOWEST)).all()
+
+
+@pytest.mark.parametrize(
+    ("given", "plain"),
+    [
+        ({}, True),
+        ({"attention_mask": torch.ones(2, 6)}, True),
+        ({"position_ids": torch.arange(6)}, True),
+        ({"attention_mask": torch.tensor([[1] * 6, [0] + [1] * 5])}, False),
+        ({"position_ids": torch.arange(1, 7)}, False),
+    ],
+)
+def test_rows_that_are_one_document_cost_nothing(given: dict, plain: bool) -> None:
+    visible = describe(2, 6, config_for("sdpa"), **given)
+    assert visible.is_plain is plain
+    assert (visible.reach is None) is plain
+    assert (visible.real is None) is plain
+    assert (visible.masks["hybrid"] is None) is plain
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.int32, torch.uint8, torch.float32, torch.bfloat16])
+def test_mask_dtypes(dtype: torch.dtype) -> None:
+    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 0]])
+    visible = describe(2, 4, attention_mask=mask.to(dtype))
+    assert visible.segment.tolist() == [[-1, -1, 0, 0], [0, 0, 0, -1]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_additive_masks_have_the_dtype_of_the_activations(dtype: torch.dtype) -> None:
+    mask = torch.tensor([[0, 1, 1]])
+    of_2d = describe(1, 3, attention_mask=mask, dtype=dtype).masks["hybrid"]
+    of_4d = describe(1, 3, attention_mask=torch.full((1, 1, 3, 3), LOWEST).triu(1), dtype=dtype).masks["hybrid"]
+    for given in (of_2d, of_4d):
+        assert given.dtype == dtype
+        assert given.isfinite().all()
+        assert given[0, 0, 1, 2] == torch.finfo(dtype).min
+
+
+# ---------------------------------------------------------------------------------------- against the definition
+def random_call(rng: random.Random, past_rows: list[list[naive.Slot]], length: int, form: str) -> dict:
+    """Arguments of one call of `length` tokens: ``real[B][S]``, and positions or document numbers."""
+    rows = []
+    for row in past_rows:
+        pads = rng.choice(["none", "left", "right", "both", "holes", "all"])
+        left = rng.randrange(length + 1) if pads in ("left", "both") else 0
+        right = rng.randrange(length + 1 - left) if pads in ("right", "both") else 0
+        real = [left <= t < length - right for t in range(length)]
+        if pads in ("holes", "all"):
+            real = [pads == "holes" and rng.random() < 0.6 for _ in range(length)]
+        before = naive.last_real(row)
+        position = -1 if before is None else before.position
+        style = rng.choice(["count real", "count all", "restart", "zero", "noise"])
+        positions = []
+        for t in range(length):
+            if real[t] and rng.random() < 0.25:  # a document starts, not always at 0
+                position = rng.choice([-1, -1, position + 3, 11])
+            if real[t] or style == "count all":
+                position += 1
+            of_pad = {"restart": t % 2, "zero": 0, "noise": rng.randrange(20)}.get(style, position)
+            positions.append(position if real[t] else of_pad)
+        documents, number = [], 0
+        for _ in range(length):
+            number += rng.random() < 0.3
+            documents.append(number % 3)
+        rows.append((real, positions, documents))
+    return {
+        "real": [real for real, _, _ in rows],
+        "positions": [positions for _, positions, _ in rows] if form in ("positions", "both") else None,
+        "documents": [documents for _, _, documents in rows] if form in ("documents", "both") else None,
+    }
+
+
+def check_call(rows: list[list[naive.Slot]], call: dict, history: RowHistory | None, widths, grown: bool) -> None:
+    """Describe one call and compare all of it with the definition; `rows` and `history` grow by the call."""
+    look_back = WIDTHS[widths]
+    real = torch.tensor(call["real"])
+    batch_size, length = real.shape
+    past = len(rows[0])
+    mask = real
+    if grown and past:
+        mask = torch.cat([torch.tensor([[slot.real for slot in row] for row in rows]), real], dim=1)
+    given = {"attention_mask": mask}
+    if call["positions"] is not None:
+        given["position_ids"] = torch.tensor(call["positions"])
+    if call["documents"] is not None:
+        given["seq_idx"] = torch.tensor(call["documents"])
+    visible = describe(batch_size, length, config_for(widths=widths), history=history, **given)
+    got = spelled_out(visible, look_back)
+    masks = {None: visible.masks["hybrid"], WINDOW: visible.masks["hybrid_sliding"]}
+    for index, row in enumerate(rows):
+        of_row = {name: None if call[name] is None else call[name][index] for name in ("positions", "documents")}
+        had_real = naive.last_real(row) is not None
+        reach, continues = naive.feed(row, call["real"][index], look_back, **of_row)
+        new = row[past:]
+        assert got.segment[index].tolist() == [slot.segment for slot in new]
+        assert got.reach[index].tolist() == reach
+        for t, slot in enumerate(new):
+            assert not slot.real or got.positions[index, t] == slot.position
+        columns = [t for t, slot in enumerate(new) if slot.real]
+        if visible.has_real is not None:
+            assert visible.has_real[index] == bool(columns)
+        if columns:
+            assert got.last[index] == columns[-1]
+        if visible.continues is not None:
+            assert visible.continues[index] == continues
+        elif had_real:
+            assert continues
+        if visible.entry_index is not None:
+            steps = zip(visible.entry_index[index].tolist(), visible.entry_valid[index].tolist(), strict=True)
+            entered = [place for place, valid in steps if valid]
+            run = [t for t in range(length) if columns and t - columns[0] == reach[t] < look_back and new[t].real]
+            assert entered == [index * length + t for t in run if t >= columns[0]]
+        for window, allowed in masks.items():
+            want = [[naive.may_attend(row, past + q, k, window) for k in range(len(row))] for q in range(length)]
+            assert (allowed[index, 0] == 0).tolist() == want, window
+    if history is not None:
+        history.extend(visible)
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    batch_size=st.integers(1, 3),
+    lengths=st.lists(st.integers(1, 7), min_size=1, max_size=4),
+    widths=st.sampled_from(sorted(WIDTHS)),
+    grown=st.booleans(),
+    form=st.sampled_from(["mask", "positions"]),
+)
+def test_any_padding_documents_and_chunks(seed, batch_size, lengths, widths, grown, form) -> None:
+    rng = random.Random(seed)
+    rows: list[list[naive.Slot]] = [[] for _ in range(batch_size)]
+    history = RowHistory()
+    for length in lengths:
+        check_call(rows, random_call(rng, rows, length, form), history, widths, grown)
+
+
+def test_three_hundred_histories(test_seed: int, fuzzing: bool) -> None:
+    rng = random.Random(test_seed)
+    for _ in range(3000 if fuzzing else 300):
+        rows: list[list[naive.Slot]] = [[] for _ in range(rng.randint(1, 2))]
+        history = RowHistory()
+        for _ in range(rng.randint(1, 3)):
+            call = random_call(rng, rows, rng.randint(1, 6), rng.choice(["mask", "positions"]))
+            check_call(rows, call, history, rng.choice(sorted(WIDTHS)), rng.random() < 0.5)
+
+
+def test_three_hundred_rows_with_document_numbers(test_seed: int, fuzzing: bool) -> None:
+    rng = random.Random(test_seed)
+    for _ in range(3000 if fuzzing else 300):
+        rows: list[list[naive.Slot]] = [[] for _ in range(rng.randint(1, 2))]
+        call = random_call(rng, rows, rng.randint(1, 9), rng.choice(["documents", "both"]))
+        check_call(rows, call, rng.choice([None, RowHistory()]), rng.choice(sorted(WIDTHS)), False)
+
+
+@given(lengths=st.lists(st.integers(0, 5), min_size=1, max_size=6), widths=st.sampled_from(sorted(WIDTHS)))
+def test_cumulative_lengths_are_document_numbers(lengths: list[int], widths: tuple[int, int]) -> None:
+    total = sum(lengths)
+    cumulative = torch.tensor([0, *lengths]).cumsum(0).int()
+    numbers = [index for index, length in enumerate(lengths) for _ in range(length)]
+    visible = describe(1, total, config_for(widths=widths), cu_seq_lens=cumulative)
+    row: list[naive.Slot] = []
+    reach, _ = naive.feed(row, [True] * total, WIDTHS[widths], documents=numbers)
+    got = spelled_out(visible, WIDTHS[widths])
+    assert got.segment[0].tolist() == [slot.segment for slot in row]
+    assert got.reach[0].tolist() == reach
+    assert got.positions[0].tolist() == [t for length in lengths for t in range(length)]
+
+
+# --------------------------------------------------------------------------------------------------- 4-D masks
+FORMS = {
+    "bool": lambda allowed: allowed,
+    "integers": lambda allowed: allowed.long(),
+    "additive": lambda allowed: torch.where(allowed, 0.0, LOWEST),
+    "infinite": lambda allowed: torch.where(allowed, 0.0, -torch.inf),
+    "-1e9": lambda allowed: torch.where(allowed, 0.0, -1e9),
+    "-1e4": lambda allowed: torch.where(allowed, 0.0, -1e4),
+    "-1e4 in bf16": lambda allowed: torch.where(allowed, 0.0, -1e4).bfloat16(),
+    "half": lambda allowed: torch.where(allowed, 0.0, -65504.0).half(),
+    "biased": lambda allowed: torch.where(allowed, -0.5 * torch.arange(allowed.shape[-1]), LOWEST),
+}
+
+
+def test_three_hundred_random_4d_rows(test_seed: int, fuzzing: bool) -> None:
+    generator = torch.Generator().manual_seed(test_seed)
+    rng = random.Random(test_seed)
+    for _ in range(3000 if fuzzing else 300):
+        length, past = rng.randint(1, 7), rng.choice([0, 0, 1, 4])
+        widths = rng.choice(sorted(WIDTHS))
+        heads = rng.choice([1, 4])
+        history, before = RowHistory(), []
+        if past:
+            real = [rng.random() < 0.7 for _ in range(past)]
+            naive.feed(before, real, 1)
+            history.extend(describe(1, past, attention_mask=torch.tensor([real])))
+        allowed = torch.rand(1, heads, length, past + length, generator=generator) < rng.choice([0.3, 0.6, 0.9])
+        allowed &= torch.arange(past + length) <= torch.arange(past, past + length)[:, None]
+        form = rng.choice(sorted(FORMS))
+        visible = describe(
+            1, length, config_for(widths=widths), attention_mask=FORMS[form](allowed), history=history if past else None
+        )
+        of_heads = allowed.any(1)[0]
+        segments, reach, continues = naive.from_pairs(of_heads.tolist(), past, before, WIDTHS[widths])
+        assert visible.segment[0].tolist() == segments, form
+        assert spelled_out(visible, WIDTHS[widths]).reach[0].tolist() == reach, form
+        if visible.continues is not None:
+            assert visible.continues[0] == continues
+        # attention: as given, and a query that may attend to nothing attends to itself
+        alone = ~allowed.any(-1, keepdim=True) & (torch.arange(past + length) == torch.arange(past, past + length)[:, None])
+        assert torch.equal(visible.masks["hybrid"] > -5000, allowed | alone), form
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_4d_mask_says_the_same_as_a_2d_one(form: str) -> None:
+    real = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]).bool()
+    causal = torch.ones(5, 5).tril().bool()
+    pairs = (causal & real[:, None, :] & real[:, :, None])[:, None]
+    of_4d, of_2d = describe(3, 5, attention_mask=FORMS[form](pairs)), describe(3, 5, attention_mask=real)
+    assert torch.equal(of_4d.segment, of_2d.segment)
+    assert torch.equal(of_4d.reach, of_2d.reach)
+    assert torch.equal(of_4d.last, of_2d.last)
+    assert torch.equal(of_4d.position_ids, of_2d.position_ids)
+    for layer_type, mask in of_2d.masks.items():
+        assert torch.equal(of_4d.masks[layer_type] > -5000, mask == 0), layer_type
+
+
+def test_4d_masks_keep_their_biases() -> None:
+    biases = torch.where(torch.ones(4, 4).tril().bool(), -torch.arange(4.0), -torch.inf)[None, None].repeat(1, 4, 1, 1)
+    biases[:, 1] *= 2
+    full = describe(1, 4, attention_mask=biases).masks["hybrid"]
+    assert full.shape == (1, 4, 4, 4)
+    assert torch.equal(full, biases.clamp_min(LOWEST).nan_to_num(0))
+
+
+def test_4d_masks_of_one_row_serve_all() -> None:
+    pairs = torch.ones(1, 1, 4, 4).tril().bool()
+    visible = describe(3, 4, attention_mask=pairs)
+    assert visible.segment.shape == (3, 4)
+    assert visible.reach.tolist() == [[0, 1, 2, 2]] * 3
+
+
+@pytest.mark.parametrize("attention", ["flash_attention_2", "flex_attention"])
+def test_4d_masks_need_eager_or_sdpa(attention: str) -> None:
+    with pytest.raises(ValueError, match=rf"4-D attention_mask needs .*'eager' or 'sdpa', not '{attention}'"):
+        describe(1, 3, config_for(attention), attention_mask=torch.ones(1, 1, 3, 3).tril().bool())
+
+
+# ------------------------------------------------------------------------------------- attention implementations
+PADDED = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0, 0]])
+PACKED = torch.tensor([[0, 0, 0, 1, 2, 3, 0], [0, 1, 0, 1, 2, 3, 4]])
+
+
+def naive_pairs(given: dict, past_mask: Tensor | None = None) -> tuple[list[list[naive.Slot]], int]:
+    rows: list[list[naive.Slot]] = [[], []]
+    mask = given.get("attention_mask", torch.ones(2, 7))
+    for index, row in enumerate(rows):
+        if past_mask is not None:
+            naive.feed(row, past_mask[index].bool().tolist(), 2)
+        positions = given["position_ids"][index].tolist() if "position_ids" in given else None
+        naive.feed(row, mask[index].bool().tolist(), 2, positions)
+    return rows, 0 if past_mask is None else past_mask.shape[1]
+
+
+GIVEN = {
+    "padded": {"attention_mask": PADDED},
+    "packed": {"position_ids": PACKED},
+    "padded and packed": {"attention_mask": PADDED, "position_ids": PACKED},
+    "plain": {},
+}
+
+
+@pytest.mark.parametrize("name", GIVEN)
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("attention", ["eager", "sdpa", "flex_attention"])
+def test_masks_of_each_implementation(monkeypatch, name: str, cached: bool, attention: str) -> None:
+    # building a block mask compiles it; what it is built from says as much
+    monkeypatch.setattr(masking_utils, "create_block_mask", lambda mask_mod, B, H, Q_LEN, KV_LEN, **_: mask_mod)
+    given = GIVEN[name]
+    history, past_mask = None, None
+    if cached:
+        history, past_mask = RowHistory(), torch.tensor([[0, 1, 1, 1], [1, 1, 0, 0]])
+        history.extend(describe(2, 4, attention_mask=past_mask))
+    visible = describe(2, 7, config_for(attention), history=history, **given)
+    rows, past = naive_pairs(given, past_mask)
+    for layer_type, window in (("hybrid", None), ("hybrid_sliding", WINDOW)):
+        mask = visible.masks[layer_type]
+        if name == "plain" and not cached and attention == "sdpa" and window is None:
+            assert mask is None
+            continue
+        if attention == "flex_attention":
+            batch, query, key = torch.arange(2)[:, None, None], torch.arange(7)[:, None], torch.arange(past + 7)
+            mask = mask(batch, torch.tensor(0), query, key).expand(2, -1, -1)[:, None]
+        elif attention == "eager":
+            mask = mask == 0
+        assert mask.shape == (2, 1, 7, past + 7)
+        for index, row in enumerate(rows):
+            want = [[naive.may_attend(row, past + q, k, window) for k in range(past + 7)] for q in range(7)]
+            assert mask[index, 0].tolist() == want, (layer_type, index)
+
+
+@pytest.mark.parametrize(
+    ("past", "length", "full", "sliding"),
+    [(0, 1, None, None), (0, 3, None, None), (0, 4, None, "mask"), (5, 1, None, None), (5, 2, "mask", "mask")],
+)
+def test_sdpa_goes_without_a_mask_only_where_it_needs_none(past: int, length: int, full, sliding) -> None:
+    masks = describe(1, length, config_for("sdpa"), history=RowHistory(length=past)).masks
+    assert ("mask" if masks["hybrid"] is not None else None) == full
+    assert ("mask" if masks["hybrid_sliding"] is not None else None) == sliding
+
+
+def test_sdpa_masks_one_query_of_a_padded_row() -> None:
+    history = RowHistory()
+    history.extend(describe(2, 4, attention_mask=torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]])))
+    mask = describe(2, 1, config_for("sdpa"), history=history).masks["hybrid"]
+    assert mask[:, 0, 0].tolist() == [[False, True, True, True, True], [True] * 5]
+
+
+def run_pairs(cumulative: list[int], width: int) -> list[list[list[bool]]]:
+    """Which key of its row each query sees in variable-length causal attention over flattened rows."""
+    sequence = [index for index, (a, b) in enumerate(zip(cumulative, cumulative[1:], strict=False)) for _ in range(b - a)]
+    rows = [sequence[start : start + width] for start in range(0, len(sequence), width)]
+    return [[[k <= q and row[k] == row[q] for k in range(width)] for q in range(width)] for row in rows]
+
+
+@pytest.mark.parametrize("name", ["padded", "packed", "padded and packed"])
+def test_flash_attention_gets_cumulative_lengths(name: str) -> None:
+    given = GIVEN[name]
+    visible = describe(2, 7, config_for("flash_attention_2"), **given)
+    assert visible.masks == {"hybrid": None, "hybrid_sliding": None}
+    lengths = visible.attention_kwargs
+    assert lengths["cu_seq_lens_q"] is lengths["cu_seq_lens_k"]
+    cumulative = lengths["cu_seq_lens_q"]
+    assert cumulative.dtype == torch.int32
+    assert cumulative[0] == 0
+    assert cumulative[-1] == 14
+    assert lengths["max_length_q"] == lengths["max_length_k"] == int(cumulative.diff().max())
+    pairs = run_pairs(cumulative.tolist(), 7)
+    rows, _ = naive_pairs(given)
+    for index, row in enumerate(rows):
+        for q in range(7):
+            if row[q].real:
+                assert pairs[index][q] == [naive.may_attend(row, q, k) for k in range(7)]
+
+
+def test_flash_attention_keeps_rows_apart_and_needs_nothing_for_plain_ones() -> None:
+    both = describe(2, 3, config_for("flash_attention_2"), position_ids=torch.tensor([[4, 5, 6], [1, 2, 3]]))
+    assert both.attention_kwargs["cu_seq_lens_q"].tolist() == [0, 3, 6]
+    assert describe(2, 3, config_for("flash_attention_2")).attention_kwargs is None
+    assert describe(2, 3, config_for("sdpa"), attention_mask=torch.tensor([[0, 1, 1], [1, 1, 1]])).attention_kwargs is None
+
+
+def test_flash_attention_decodes_with_the_keys_of_the_last_document() -> None:
+    history = RowHistory()
+    mask, positions = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 0, 0]]), torch.tensor([[0, 0, 0, 1, 2], [0, 1, 2, 3, 4]])
+    history.extend(describe(2, 5, attention_mask=mask, position_ids=positions))
+    visible = describe(2, 1, config_for("flash_attention_2"), history=history)
+    assert visible.attention_kwargs is None
+    assert visible.masks["hybrid"].tolist() == [[False, False, True, True, True, True], [True, True, True, False, False, True]]
+    # a row that gets padding sees padding: not nothing, which would be NaN
+    padded = describe(2, 1, config_for("flash_attention_2"), history=history, attention_mask=torch.tensor([[1], [0]]))
+    assert padded.masks["hybrid"].any(1).all()
+    with pytest.raises(ValueError, match=r"flash_attention_2 cannot continue padded or packed rows .* 2 tokens at once"):
+        describe(2, 2, config_for("flash_attention_2"), history=history)
+
+
+@pytest.mark.parametrize("mask", [[[1, 0, 1, 1]], [[0, 1, 0, 1]], [[1, 1, 1, 1], [1, 0, 0, 1]]])
+def test_flash_attention_refuses_padding_inside_a_document(mask: list) -> None:
+    with pytest.raises(ValueError, match="flash_attention_2 cannot attend across padding inside a document"):
+        describe(len(mask), 4, config_for("flash_attention_2"), attention_mask=torch.tensor(mask))
+    # between documents it may lie
+    describe(1, 4, config_for("flash_attention_2"), attention_mask=torch.tensor([[1, 0, 1, 1]]), position_ids=torch.tensor([[0, 0, 0, 1]]))
+
+
+def test_windows_count_real_tokens() -> None:
+    """A window of 3 holds the query and the 2 real tokens before it, however much padding lies between."""
+    mask = torch.tensor([[1, 1, 1, 0, 0, 0, 1]])
+    sliding = describe(1, 7, config_for("sdpa"), attention_mask=mask).masks["hybrid_sliding"]
+    assert sliding[0, 0, 6].tolist() == [False, True, True, False, False, False, True]
+    history = RowHistory()
+    history.extend(describe(1, 6, attention_mask=mask[:, :6]))
+    assert history.slots_for(2) == 5
+    later = describe(1, 1, config_for("sdpa"), history=history).masks["hybrid_sliding"]
+    assert later[0, 0, 0].tolist() == [False, True, True, False, False, False, True]
+    pairs = torch.ones(1, 1, 1, 7).bool()
+    pairs[..., 3:6] = False
+    given = describe(1, 1, config_for("sdpa"), history=history, attention_mask=pairs).masks["hybrid_sliding"]
+    assert given[0, 0, 0].tolist() == [False, True, True, False, False, False, True]
+
+
+@pytest.fixture
+def without_mask_function():
+    name = "attention_without_a_mask_function"
+    AttentionInterface.register(name, sdpa_attention_forward)
+    yield name
+    AttentionInterface._global_mapping.pop(name)
+    AttentionMaskInterface._global_mapping.pop(name, None)
+
+
+@torch.no_grad()
+def test_an_implementation_without_a_mask_function(without_mask_function: str) -> None:
+    """It would get no mask at all, and read padding and other documents without a word."""
+    model = redraw(ZayaForCausalLM(tiny_config()))
+    ids = random_ids(2, 7)
+    model.set_attn_implementation("sdpa")
+    plain, padded = record_run(model, ids), record_run(model, ids, attention_mask=PADDED)
+    model.set_attn_implementation(without_mask_function)
+    assert torch.equal(record_run(model, ids).logits, plain.logits)
+    for given in (GIVEN["padded"], GIVEN["packed"], {"position_ids": PACKED[:1]}):
+        with pytest.raises(ValueError, match=f"'{without_mask_function}' has no mask function"):
+            model(ids, **given)
+    AttentionMaskInterface.register(without_mask_function, masking_utils.sdpa_mask)
+    assert torch.equal(record_run(model, ids, attention_mask=PADDED).logits, padded.logits)
+
+
+# --------------------------------------------------------------------------------------------------------- tracing
+NAMES = ("segment", "reach", "continues", "entry_index", "entry_valid", "last", "has_real", "position_ids")
+
+
+def as_tensors(visible: visibility.Visibility) -> tuple[Tensor | None, ...]:
+    values = [getattr(visible, name) for name in NAMES[:-1]]
+    positions = visible.position_ids.expand(visible.batch_size, -1)
+    return (*values, positions, visible.masks["hybrid"], visible.masks["hybrid_sliding"])
+
+
+def with_history(config, length: int, segments: Tensor, positions: Tensor, **given) -> tuple[Tensor | None, ...]:
+    past = segments.shape[1]
+    history = RowHistory(length=past, segments=segments, positions=positions) if past else None
+    return as_tensors(describe(segments.shape[0], length, config, history=history, **given))
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("past", [0, 5])
+def test_a_traced_description_holds_for_other_values(attention: str, past: int) -> None:
+    """One graph without a break; what it was traced with leaves no mark in it."""
+    config = config_for(attention)
+
+    def traced(segments, positions, mask, position_ids):
+        return with_history(config, 6, segments, positions, attention_mask=mask, position_ids=position_ids)
+
+    compiled = torch.compile(traced, backend="aot_eager", fullgraph=True, dynamic=False)
+    rng = random.Random(past)
+    cases = []
+    for trial in range(8):
+        rows: list[list[naive.Slot]] = [[], []]
+        history = RowHistory()
+        if past:
+            call = random_call(rng, rows, past, "positions")
+            check_call(rows, call, history, (2, 2), False)
+        call = random_call(rng, rows, 6, "positions")
+        if trial == 0:  # traced with what an eager call would take a short cut for
+            call = {"real": [[True] * 6] * 2, "positions": [list(range(past, past + 6))] * 2, "documents": None}
+        segments, positions = history.materialise(2, torch.device("cpu"))
+        cases.append((segments.contiguous(), positions.contiguous(), torch.tensor(call["real"]), torch.tensor(call["positions"])))
+    for case in cases:
+        got, want = compiled(*case), traced(*case)
+        for name, a, b in zip((*NAMES, "full", "sliding"), got, want, strict=True):
+            if b is not None:  # short cuts that eager calls take
+                assert torch.equal(a, b), name
+        segment = got[0]
+        assert segment is not None
+        assert torch.equal(segment == -1, ~case[2])
+
+
+def test_traced_4d_masks_and_cumulative_lengths() -> None:
+    config = config_for()
+
+    def of_pairs(pairs):
+        return as_tensors(describe(2, 5, config, attention_mask=pairs))
+
+    def of_lengths(lengths):
+        return as_tensors(describe(1, 8, config, cu_seq_lens=lengths))
+
+    generator = torch.Generator().manual_seed(0)
+    causal = torch.ones(5, 5).tril().bool()
+    pairs = [(torch.rand(2, 1, 5, 5, generator=generator) < p) & causal for p in (1.0, 0.5, 0.8, 0.0)]
+    lengths = [torch.tensor(values) for values in ([0, 8, 8, 8], [0, 3, 3, 8], [0, 0, 1, 8], [0, 2, 5, 8])]
+    for function, cases in ((of_pairs, pairs), (of_lengths, lengths)):
+        compiled = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=False)
+        for case in cases:
+            for name, a, b in zip((*NAMES, "full", "sliding"), compiled(case), function(case), strict=True):
+                if b is not None:
+                    assert torch.equal(a, b), name
+
+
+@torch.no_grad()
+@pytest.mark.slow
+def test_flex_attention_block_masks() -> None:
+    """With real block masks; their compilation takes half a minute on a cold machine."""
+    model = redraw(ZayaForCausalLM(config_for()))
+    ids = random_ids(2, 7)
+    for given in GIVEN.values():
+        model.set_attn_implementation("eager")
+        want = record_run(model, ids, **given)
+        model.set_attn_implementation("flex_attention")
+        got = record_run(model, ids, **given)
+        real = given.get("attention_mask", torch.ones(2, 7)).bool()
+        torch.testing.assert_close(got.logits[real], want.logits[real], atol=3e-5, rtol=0)
+
+
+# ------------------------------------------------------------------------------------------------------- bad input
+def history_of(length: int) -> RowHistory:
+    return RowHistory(length=length)
+
+
+ERRORS = {
+    "1-D mask": ({"attention_mask": torch.ones(5)}, r"attention_mask has shape \(5,\); expected \[2, 5\] or \[2 or 1, 4 or 1, 5, 5\]"),
+    "3-D mask": ({"attention_mask": torch.ones(2, 5, 5)}, r"attention_mask has shape \(2, 5, 5\); expected \[2, 5\]"),
+    "short mask": ({"attention_mask": torch.ones(2, 4)}, r"attention_mask has shape \(2, 4\); expected \[2, 5\]\.$"),
+    "mask of one row": ({"attention_mask": torch.ones(1, 5)}, r"attention_mask has shape \(1, 5\); expected \[2, 5\]\.$"),
+    "long mask": ({"attention_mask": torch.ones(2, 6)}, r"attention_mask has shape \(2, 6\); expected \[2, 5\]\.$"),
+    "mask that does not grow": (
+        {"attention_mask": torch.ones(2, 7), "history": history_of(3)},
+        r"attention_mask has shape \(2, 7\); expected \[2, 5\] or \[2, 8\] \(with the 3 cached tokens\)",
+    ),
+    "negative 2-D mask": ({"attention_mask": torch.zeros(2, 5) - 1}, "1 for real tokens and 0 for padding"),
+    "4-D mask with other keys": (
+        {"attention_mask": torch.ones(2, 1, 5, 6)},
+        r"attention_mask has shape \(2, 1, 5, 6\); expected .*\[2 or 1, 4 or 1, 5, 5\]",
+    ),
+    "4-D mask without cached keys": (
+        {"attention_mask": torch.ones(2, 1, 5, 5), "history": history_of(3)},
+        r"\(2, 1, 5, 5\); expected .*\[2 or 1, 4 or 1, 5, 8\]",
+    ),
+    "4-D mask with other rows": ({"attention_mask": torch.ones(3, 1, 5, 5)}, r"\(3, 1, 5, 5\); expected"),
+    "4-D mask with other heads": ({"attention_mask": torch.ones(2, 2, 5, 5)}, r"\(2, 2, 5, 5\); expected"),
+    "dict of masks": ({"attention_mask": {"hybrid": None}}, "attention_mask has type dict; expected a 2-D or a 4-D tensor"),
+    "list": ({"attention_mask": [[1] * 5] * 2}, "attention_mask has type list"),
+    "3-D positions": ({"position_ids": torch.zeros(3, 2, 5)}, r"position_ids have shape \(3, 2, 5\); expected \[2, 5\] or \[1, 5\]"),
+    "short positions": ({"position_ids": torch.arange(4)}, r"position_ids have shape \(4,\); expected \[2, 5\] or \[1, 5\]"),
+    "positions of other rows": ({"position_ids": torch.zeros(3, 5)}, r"position_ids have shape \(3, 5\); expected"),
+    "short document numbers": ({"seq_idx": torch.zeros(2, 4)}, r"seq_idx have shape \(2, 4\); expected \[2, 5\] or \[1, 5\]"),
+    "document numbers with a cache": (
+        {"seq_idx": torch.zeros(2, 5), "history": history_of(3)},
+        "seq_idx describe rows without a cache, but 3 tokens are cached; use position_ids",
+    ),
+    "lengths of two rows": ({"cu_seq_lens": torch.tensor([0, 5])}, "describe one row without a cache, but the call has 2 rows"),
+}
+ERRORS_OF_ONE_ROW = {
+    "lengths that fall": ({"cu_seq_lens": torch.tensor([0, 4, 2, 5])}, r"cu_seq_lens \[0, 4, 2, 5\] do not rise from 0 to the 5"),
+    "lengths that stop early": ({"cu_seq_lens": torch.tensor([0, 2, 4])}, r"\[0, 2, 4\] do not rise from 0 to the 5 tokens"),
+    "lengths that go on": ({"cu_seq_lens": torch.tensor([0, 2, 6])}, r"\[0, 2, 6\] do not rise from 0 to the 5 tokens"),
+    "lengths that start late": ({"cu_seq_lens": torch.tensor([1, 2, 5])}, r"\[1, 2, 5\] do not rise from 0 to the 5 tokens"),
+    "lengths of 2-D shape": ({"cu_seq_lens": torch.tensor([[0, 5]])}, r"cu_seq_lens have shape \(1, 2\); expected \[documents \+ 1\]"),
+    "no lengths": ({"cu_seq_lens": torch.tensor([], dtype=torch.int32)}, r"cu_seq_lens have shape \(0,\)"),
+    "lengths with a cache": (
+        {"cu_seq_lens": torch.tensor([0, 2, 5]), "history": history_of(3)},
+        "describe one row without a cache, but the call has a cache of 3 tokens; use position_ids",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", [*ERRORS, *ERRORS_OF_ONE_ROW])
+def test_bad_shapes_are_one_clear_line(case: str) -> None:
+    given, message = {**ERRORS, **ERRORS_OF_ONE_ROW}[case]
+    with pytest.raises(ValueError, match=message) as caught:
+        describe(2 if case in ERRORS else 1, 5, **given)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_mask_cannot_take_back_what_a_state_holds() -> None:
+    """Rows fed without their mask took their state from a pad: a mask that comes later is too late."""
+    history = RowHistory(length=4)
+    late = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 1]])
+    with pytest.raises(ValueError, match="attention_mask hides cached token 3 of row 1, which was fed as a real one"):
+        describe(2, 1, history=history, attention_mask=late)
+    # hiding older tokens is fine, and so is a row that gets nothing but padding
+    older = describe(2, 1, history=history, attention_mask=torch.tensor([[1] * 5, [0, 0, 1, 1, 1]]))
+    assert (older.masks["hybrid"][1, 0, 0] == 0).tolist() == [False, False, True, True, True]
+    describe(2, 1, history=history, attention_mask=torch.tensor([[1] * 5, [1, 1, 1, 0, 0]]))
+
+
+def test_padding_stays_padding() -> None:
+    """A mask of ones over everything does not make cached padding real."""
+    history = RowHistory()
+    history.extend(describe(1, 4, attention_mask=torch.tensor([[0, 0, 1, 1]])))
+    later = describe(1, 1, history=history, attention_mask=torch.ones(1, 5))
+    assert (later.masks["hybrid"][0, 0, 0] == 0).tolist() == [False, False, True, True, True]
+    assert later.position_ids.tolist() == [[2]]
+
+
+@torch.no_grad()
+def test_errors_of_the_model_name_the_argument() -> None:
+    model = redraw(ZayaModel(tiny_config()))
+    ids = random_ids(1, 5)
+    for given, message in [
+        ({"attention_mask": {"hybrid": None}}, "attention_mask has type dict"),
+        ({"cu_seq_lens_q": torch.tensor([0, 2, 5]), "cu_seq_lens_k": torch.tensor([0, 3, 5])}, "different documents"),
+        ({"cu_seq_lens_q": torch.tensor([0, 2, 5]), "cu_seq_lens_k": torch.tensor([0, 5])}, "different documents"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            model(ids, **given)
+    lengths = torch.tensor([0, 2, 5])
+    want = model(ids, cu_seq_lens_q=lengths, cu_seq_lens_k=lengths.clone()).last_hidden_state
+    for given in ({"cu_seq_lens_q": lengths}, {"cu_seq_lens_k": lengths}, {"seq_idx": torch.tensor([0, 0, 1, 1, 1])}):
+        torch.testing.assert_close(model(ids, **given).last_hidden_state, want, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(("batch_size", "length"), [(0, 5), (2, 0), (0, 0)])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("past", [0, 3])
+def test_nothing_to_describe(batch_size: int, length: int, attention: str, past: int) -> None:
+    for given in (
+        {},
+        {"attention_mask": torch.zeros(batch_size, past + length)},
+        {"position_ids": torch.zeros(batch_size, length)},
+        {"attention_mask": torch.zeros(batch_size, 1, length, past + length).bool()},
+    ):
+        history = RowHistory()
+        history.extend(describe(batch_size, past, attention_mask=torch.zeros(batch_size, past)))
+        visible = describe(batch_size, length, config_for(attention), history=history, **given)
+        assert visible.segment is None or visible.segment.shape == (batch_size, length)
+        assert visible.reach is None or visible.reach.shape == (batch_size, length)
+        history.extend(visible)
+        assert history.length == past + length
