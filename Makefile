@@ -6,7 +6,9 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 EXTRAS ?= dev
 PIP_INSTALL ?= $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check
-SEED ?= $(shell $(PYTHON) -c "import secrets; print(secrets.randbelow(2**31))")
+ifndef SEED
+SEED := $(shell $(PYTHON) -c "import secrets; print(secrets.randbelow(2**31))")
+endif
 PYTEST_ARGS ?=
 QUICKSTART_ARGS ?=
 

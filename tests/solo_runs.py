@@ -61,7 +61,7 @@ def _solo(model: torch.nn.Module, document: tuple[int, ...]) -> RecordedRun:
 
 
 def check_equal(got: RecordedRun, want: RecordedRun, atol: float | None = None) -> None:
-    """`assert_equal_logits` with the tolerance of the dtype: 1e-5 in fp32, 1e-10 in float64 (absolute plus relative)."""
+    """`assert_equal_logits` with the tolerance of the dtype, absolute and relative: 1e-5 in fp32, 1e-10 in float64."""
     tolerance = (1e-10 if want.logits.dtype == torch.float64 else 1e-5) if atol is None else atol
     assert_equal_logits(got, want, atol=tolerance, rtol=tolerance)
 

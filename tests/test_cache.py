@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import DynamicCache, LlamaConfig, StaticCache
+from transformers import DynamicCache, LlamaConfig, QuantizedCache, StaticCache
 from transformers import ZayaConfig as NativeConfig
 from transformers import ZayaForCausalLM as NativeZaya
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, STATIC_LAYER_TYPE_MAPPING, EncoderDecoderCache
@@ -325,6 +325,21 @@ def test_rows_move_together(model, operation, lengths):
     assert_close(got, uncached(model, whole, attention_mask=whole_mask)[:, 12:])
 
 
+@pytest.mark.parametrize("operation", ROWS)
+def test_crop_after_rows_moved(model, operation):
+    apply, rows = ROWS[operation]
+    ids, mask = left_padded(12, 5, 9)
+    cache = cache_for(model, recording=True)
+    feed(model, cache, ids, [12], mask)
+    apply(cache)
+    cache.crop(-4)
+    new = random_ids(len(rows), 3, seed=5)
+    got = feed(model, cache, new, [2, 1])
+    whole = torch.cat([ids[rows, :8], new], dim=1)
+    whole_mask = torch.nn.functional.pad(mask[rows, :8], (0, 3), value=1)
+    assert_close(got, uncached(model, whole, attention_mask=whole_mask)[:, 8:])
+
+
 def test_one_prompt_repeated_for_many_continuations(model):
     prompt, new = random_ids(1, 7), random_ids(3, 4, seed=1)
     cache = cache_for(model)
@@ -615,11 +630,12 @@ WHAT_TO_PASS = r"Pass DynamicCache\(config=model.config\)"
     "wrong",
     [
         lambda config: StaticCache(config=config, max_cache_len=16),
+        lambda config: QuantizedCache(backend="fp8", config=LlamaConfig(num_hidden_layers=4)),
         lambda config: EncoderDecoderCache(DynamicCache(config=config), DynamicCache()),
         lambda config: tuple((torch.zeros(1, 2, 3, 16),) * 2 for _ in range(4)),
         lambda config: "dynamic",
     ],
-    ids=["static", "encoder-decoder", "tuple", "text"],
+    ids=["static", "quantised", "encoder-decoder", "tuple", "text"],
 )
 def test_other_kinds_of_cache_are_refused(wrong):
     model = model_of("full")
@@ -734,7 +750,7 @@ def test_a_call_that_dies_in_a_layer_is_noticed(monkeypatch, at):
 def test_gradient_checkpointing_refuses_a_cache():
     """Layers that run twice would store twice; the library's layers drop the cache there, with the context in it."""
     model = copy.deepcopy(model_of("full")).train()
-    model.gradient_checkpointing_enable()
+    model.activation_checkpointing_enable()
     cache = cache_for(model)
     model(random_ids(1, 4), cache=cache)  # without gradients nothing is checkpointed
     with torch.enable_grad(), pytest.raises(ValueError, match="gradient checkpointing"):

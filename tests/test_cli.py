@@ -227,9 +227,10 @@ class TestDoctor:
         assert 'lacks datasets>=5.2 (not installed): pip install "zaya_hf[train]"' in text
         assert "generate, quickstart: lack torch>=99 (2.13.0+cpu is installed)" in text
 
-    def test_a_local_build_meets_the_bound(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize("version", ["2.13.0+rocm7.0", "2.14.0.dev20260101+cpu"])
+    def test_local_and_nightly_builds_meet_the_bound(self, monkeypatch: pytest.MonkeyPatch, version: str) -> None:
         monkeypatch.setattr(metadata, "requires", lambda name: ["torch>=2.11,<3"])
-        monkeypatch.setattr(metadata, "version", lambda name: "2.13.0+rocm7.0")
+        monkeypatch.setattr(metadata, "version", lambda name: version)
         assert doctor.collect()["core"]["missing"] == []
 
 
@@ -301,7 +302,10 @@ class TestGenerate:
 
     def test_chat_puts_the_prompt_into_the_template(self, capsys: pytest.CaptureFixture[str], copied: Path) -> None:
         tokenizer = AutoTokenizer.from_pretrained(copied)
-        tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+        tokenizer.chat_template = (
+            "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+            "{% if add_generation_prompt %}<assistant>{% endif %}"
+        )
         tokenizer.save_pretrained(copied)
         options = ("--max-new-tokens", 6, "--temperature", 0)
         chat = generated(capsys, copied, "--prompt", "hi", "--chat", *options)

@@ -242,7 +242,7 @@ def test_native_config_is_converted_whole():
     assert ZayaConfig.from_native(config) is config
     from transformers import LlamaConfig
 
-    with pytest.raises(ValueError, match="model_type='llama'"):
+    with pytest.raises(TypeError, match="needs a ZayaConfig, not a LlamaConfig"):
         ZayaConfig.from_native(LlamaConfig())
 
 

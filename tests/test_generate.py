@@ -114,24 +114,23 @@ def test_starting_from_nothing_starts_from_bos(model):
     assert torch.equal(got[:, 1:], greedy(model, torch.tensor([[2]]), 5))
 
 
-def test_a_prompt_of_padding_alone_disturbs_no_other(model, caplog):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("kind", ["full", "sliding"])
+def test_a_prompt_of_padding_alone_disturbs_no_other(caplog, kind, attention, dtype):
     """Row 1 has nothing to look at: what it says means nothing, but it must stay finite and to itself."""
-    ids = random_ids(2, 8)
-    mask = torch.ones_like(ids)
+    model = copy.deepcopy(model_of(kind)).to(dtype)
+    model.set_attn_implementation(attention)
+    ids, mask = random_ids(2, 8), torch.ones(2, 8, dtype=torch.long)
     mask[1] = 0
-    for options in ({}, {"num_beams": 3}):
-        got = model.generate(
-            ids,
-            attention_mask=mask,
-            max_new_tokens=5,
-            output_scores=True,
-            return_dict_in_generate=True,
-            **options,
-            **OPEN_ENDED,
-        )
-        alone = model.generate(ids[:1], max_new_tokens=5, **options, **OPEN_ENDED)
-        assert torch.equal(got.sequences[:1], alone)
+    options = {"max_new_tokens": 5, "output_scores": True, "return_dict_in_generate": True, **OPEN_ENDED}
+    for beams in (1, 3):
+        got = model.generate(ids, attention_mask=mask, num_beams=beams, **options)
+        beside_another = model.generate(ids, num_beams=beams, **options)
+        assert torch.equal(got.sequences[0], beside_another.sequences[0])
         assert not any(scores.isnan().any() for scores in got.scores)
+        if dtype == torch.float32:
+            assert torch.equal(got.sequences[:1], model.generate(ids[:1], num_beams=beams, **options).sequences)
     assert "rolled" not in caplog.text
 
 
@@ -243,6 +242,7 @@ def test_right_padded_prompts_are_rolled(model, caplog):
         {"input_ids": ids, "generation_config": GenerationConfig(max_new_tokens=8, **OPEN_ENDED)},
         {"inputs": ids, "attention_mask": mask, "position_ids": positions},
         {"inputs": ids, "attention_mask": mask, "position_ids": positions[:1]},
+        {"inputs": ids, "attention_mask": mask, "position_ids": positions[0]},
         {"inputs": ids, "attention_mask": mask, "prefill_chunk_size": 4},
         {"inputs": ids, "attention_mask": mask, "use_cache": False},
         {"inputs": ids, "attention_mask": mask, "cache": DynamicCache()},
@@ -331,6 +331,47 @@ def test_going_on_from_a_returned_cache(model, fed, options):
         )
     assert torch.equal(got[:, -5:], greedy(model, whole, 5))
     assert first.cache.get_seq_length() == 16
+
+
+def test_going_on_from_a_cache_with_embeddings(model):
+    whole = random_ids(1, 8)
+    embeds = model.get_input_embeddings()(whole).detach()
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(inputs_embeds=embeds[:, :5], cache=cache)
+    got = model.generate(inputs_embeds=embeds, cache=cache, max_new_tokens=5, **OPEN_ENDED)
+    assert torch.equal(got, greedy(model, whole, 5))
+    assert cache.get_seq_length() == 12
+
+
+@pytest.mark.parametrize("options", [{}, {"prompt_lookup_num_tokens": 3}, {"num_beams": 3}], ids=str)
+@pytest.mark.parametrize("fed", ["all ids", "only new ids"])
+def test_going_on_after_packed_documents(model, options, fed):
+    """What was cached are two documents; the text goes on in the second and never sees the first."""
+    packed, new = random_ids(1, 9), random_ids(1, 3, seed=1)
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(packed, position_ids=positions, cache=cache)
+    cache.batch_repeat_interleave(options.get("num_beams", 1))
+    whole = torch.cat([packed, new], dim=1)
+    given = whole if fed == "all ids" else new
+    got = model.generate(
+        given, attention_mask=torch.ones_like(whole), cache=cache, max_new_tokens=6, **options, **OPEN_ENDED
+    )
+    second = model.generate(whole[:, 4:], max_new_tokens=6, **options, **OPEN_ENDED)
+    assert torch.equal(got[:, -6:], second[:, -6:])
+
+
+def test_drafting_with_padding_inside_the_cache_is_refused():
+    model, ids = model_of("full"), random_ids(1, 8)
+    mask = torch.tensor([[1, 1, 1, 0, 0, 1]])
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(ids[:, :6], attention_mask=mask, cache=cache)
+    with pytest.raises(ValueError, match="padding between its tokens"):
+        model.generate(ids, cache=cache, prompt_lookup_num_tokens=3, max_new_tokens=2)
+    assert cache.get_seq_length() == 6
 
 
 def test_going_on_with_padded_rows_and_more_padding(model):
@@ -561,6 +602,30 @@ def test_special_tokens_come_from_the_config():
     config = ZayaForCausalLM(tiny_config(pad_token_id=3, bos_token_id=4, eos_token_id=[5, 6])).generation_config
     assert (config.pad_token_id, config.bos_token_id, config.eos_token_id) == (3, 4, [5, 6])
     assert isinstance(model_of("full").config, ZayaConfig)
+
+
+@pytest.mark.parametrize("shape", [(1, 0), (0, 4), (2, 0)])
+def test_prompts_without_rows_or_tokens_are_refused(shape):
+    model, ids = model_of("full"), torch.zeros(shape, dtype=torch.long)
+    for given in ({"inputs": ids}, {"input_ids": ids}, {"inputs_embeds": torch.zeros(*shape, 64)}):
+        with pytest.raises(ValueError, match="at least one row and one token"):
+            model.generate(**given, max_new_tokens=2)
+
+
+def test_embeddings_where_ids_are_needed_are_refused():
+    model, embeds = model_of("full"), torch.zeros(1, 8, 64)
+    with pytest.raises(ValueError, match="prefill_chunk_size splits ids"):
+        model.generate(inputs_embeds=embeds, prefill_chunk_size=5, max_new_tokens=2)
+    for options in ({"assistant_model": model_of("full", seed=1)}, {"prompt_lookup_num_tokens": 3}):
+        with pytest.raises(ValueError, match="drafts from ids"):
+            model.generate(inputs_embeds=embeds, max_new_tokens=2, **options)
+
+
+def test_early_exit_is_refused_before_it_changes_the_config():
+    model = model_of("full")
+    with pytest.raises(ValueError, match="assistant_early_exit"):
+        model.generate(random_ids(1, 4), assistant_early_exit=2, max_new_tokens=2)
+    assert model.config.num_hidden_layers == 4
 
 
 def test_misspelt_arguments_are_named():

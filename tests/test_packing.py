@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import itertools
 
+import hypothesis
 import pytest
 import torch
-from hypothesis import given
 from hypothesis import strategies as st
-from solo_runs import KINDS, Batch, batch_of, check_equal, feed, model_of, new_model, solo, stock_of
 from torch import Tensor
 from transformers import DataCollatorWithFlattening, DynamicCache
 
+from solo_runs import KINDS, Batch, batch_of, check_equal, feed, model_of, new_model, solo, stock_of
 from zaya_hf import ZayaForCausalLM
 from zaya_hf.testing import RecordedRun, random_ids, record_run
 
@@ -50,7 +50,9 @@ def test_packed_by_cumulative_lengths(kind: str, attention: str, use_cache: bool
     model, batch = model_of(kind, attention), batch_of([[0, 3, 1, 0, 6, 2, 0]])
     lengths = torch.tensor([0, 0, 3, 4, 4, 10, 12, 12], dtype=torch.int32)
     for given_lengths in (lengths, batch.cumulative):
-        run = record_run(model, batch.ids, cu_seq_lens_q=given_lengths, cu_seq_lens_k=given_lengths, use_cache=use_cache)
+        run = record_run(
+            model, batch.ids, cu_seq_lens_q=given_lengths, cu_seq_lens_k=given_lengths, use_cache=use_cache
+        )
         batch.check(model, run)
 
 
@@ -67,7 +69,7 @@ def test_empty_documents_change_nothing() -> None:
 
 
 @torch.no_grad()
-@given(
+@hypothesis.given(
     lengths=st.lists(st.lists(st.integers(1, 6), min_size=1, max_size=4), min_size=1, max_size=3),
     right=st.booleans(),
     kind=st.sampled_from(sorted(KINDS)),
@@ -100,20 +102,31 @@ def test_positions_need_not_start_at_0() -> None:
 def test_no_rows() -> None:
     model = model_of()
     nothing = torch.zeros(0, 5, dtype=torch.long)
-    for given in ({}, {"position_ids": nothing}, {"position_ids": torch.tensor([[0, 1, 0, 1, 2]])}, {"attention_mask": nothing}):
+    for given in (
+        {},
+        {"position_ids": nothing},
+        {"position_ids": torch.tensor([[0, 1, 0, 1, 2]])},
+        {"attention_mask": nothing},
+    ):
         assert model(nothing, **given).logits.shape == (0, 5, 128)
         assert model(nothing, **given, cache=DynamicCache(config=model.config)).logits.shape == (0, 5, 128)
 
 
 # ------------------------------------------------------------------------------------------------------- gradients
-def gradients(model: ZayaForCausalLM, weights: Tensor, ids: Tensor, **given) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+def gradients(
+    model: ZayaForCausalLM, weights: Tensor, ids: Tensor, **given
+) -> tuple[dict[str, Tensor], Tensor, Tensor]:
     """Gradients of ``(logits * weights).sum()``: of every parameter, and of the embeddings; and the logits."""
     model.zero_grad()
     embeds = model.get_input_embeddings()(ids).detach().requires_grad_()
     logits = model(inputs_embeds=embeds, **given).logits
     (logits * weights).sum().backward()
     assert embeds.grad is not None
-    return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}, embeds.grad, logits
+    return (
+        {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()},
+        embeds.grad,
+        logits,
+    )
 
 
 def check_gradients(model: ZayaForCausalLM, batch: Batch, atol: float = 1e-5, **given) -> None:
@@ -198,7 +211,7 @@ def test_packed_rows_in_pieces_of_every_split(sizes: list[int]) -> None:
 
 
 @torch.no_grad()
-@given(
+@hypothesis.given(
     lengths=st.lists(st.lists(st.integers(1, 6), min_size=1, max_size=4), min_size=1, max_size=3),
     kind=st.sampled_from(sorted(KINDS)),
     data=st.data(),

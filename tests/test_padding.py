@@ -5,15 +5,15 @@ The reference is always the model's own run of one row without its padding, unca
 
 from __future__ import annotations
 
+import hypothesis
 import pytest
 import torch
-from hypothesis import given
 from hypothesis import strategies as st
-from solo_runs import KINDS, PAD, Batch, batch_of, check_equal, feed, model_of, new_model, solo, stock_of
 from torch import Tensor
 from transformers import DynamicCache
 
-from zaya_hf import ZayaForCausalLM
+from solo_runs import KINDS, PAD, Batch, batch_of, check_equal, feed, model_of, new_model, solo, stock_of
+from zaya_hf import ZayaForCausalLM, visibility
 from zaya_hf.testing import RecordedRun, random_ids, record_run
 
 LENGTHS = [4, 9, 1, 7]
@@ -86,7 +86,7 @@ def test_padded_embeddings(side: str) -> None:
 
 
 @torch.no_grad()
-@given(
+@hypothesis.given(
     lengths=st.lists(st.integers(1, 8), min_size=1, max_size=4),
     side=st.sampled_from(["left", "right", "both"]),
     style=st.sampled_from(["none", "of the document", "ones at pads", "of the row"]),
@@ -120,7 +120,8 @@ def test_counts_are_of_real_tokens(side: str) -> None:
     model, batch = model_of(), padded(side)
     output = model(batch.ids, attention_mask=batch.mask, output_router_logits=True)
     want = sum(
-        model(document[None], output_router_logits=True, use_cache=False).tokens_per_slot for _, _, document in batch.places
+        model(document[None], output_router_logits=True, use_cache=False).tokens_per_slot
+        for _, _, document in batch.places
     )
     assert torch.equal(output.tokens_per_slot, want)
     assert int(output.tokens_per_slot.sum()) == int(batch.mask.sum()) * len(model.model.layers)
@@ -370,7 +371,7 @@ def test_a_row_may_pause(kind: str) -> None:
 
 
 @torch.no_grad()
-@given(
+@hypothesis.given(
     lengths=st.lists(st.integers(1, 6), min_size=1, max_size=3),
     kind=st.sampled_from(sorted(KINDS)),
     grown=st.booleans(),
@@ -398,6 +399,51 @@ def test_right_padded_prompt_then_decoding_in_other_dtypes(dtype: torch.dtype) -
             assert (got[row, 0] - want).abs().max() < {torch.float64: 1e-10, torch.bfloat16: 0.3}[dtype]
     for layer in cache.layers:
         assert layer.keys.dtype == layer.conv_states[0].dtype == dtype
+
+
+# ------------------------------------------------------------------------------------------- as on an accelerator
+@torch.no_grad()
+@each_attention
+@pytest.mark.parametrize("kind", ["full", "widths 1 1", "bias, sliding, widths 3 4"])
+def test_short_cuts_change_nothing(monkeypatch, kind: str, attention: str) -> None:
+    """On a device values of masks and positions are not read, so nothing there is known to be trivial."""
+    monkeypatch.setattr(visibility, "_is_free_to_read", lambda tensor: False)
+    model = model_of(kind, attention)
+    full = batch_of([[6], [6]])
+    for batch in (full, padded("left"), padded("right"), padded("both"), batch_of([[4, 5], [2, 1, 3]])):
+        for given in ({}, {"position_ids": batch.positions}):
+            if len(batch.places) > len(batch.ids) and not given:
+                continue
+            cache = DynamicCache(config=model.config)
+            prompt = record_run(model, batch.ids, attention_mask=batch.mask, cache=cache, **given)
+            batch.check(model, prompt)
+            new, mask = random_ids(len(batch.ids), 4, seed=3), batch.mask
+            runs = []
+            for columns in (slice(0, 1), slice(1, 2), slice(2, 4)):
+                mask = torch.cat([mask, torch.ones_like(new[:, columns])], dim=1)
+                runs.append(record_run(model, new[:, columns], attention_mask=mask, cache=cache))
+            last = {row: document for row, _, document in batch.places}
+            for row, document in last.items():
+                alone = solo(model, torch.cat([document, new[row]]))
+                check_equal(RecordedRun.join(runs)[row], alone[:, len(document) :])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16])
+def test_the_default_dtype_does_not_matter(default: torch.dtype) -> None:
+    for kind in ("full", "bias, sliding, widths 3 4"):
+        model, batch = model_of(kind), padded("left")
+        solo_runs = [solo(model, document) for _, _, document in batch.places]
+        try:
+            torch.set_default_dtype(default)
+            for mask in (batch.mask, pairs_of(batch.mask)):
+                run = record_run(model, batch.ids, attention_mask=mask)
+                for (row, columns, _), want in zip(batch.places, solo_runs, strict=True):
+                    check_equal(run[row, columns], want)
+            run = feed(model, DynamicCache(config=model.config), [4, 1, 4], batch.ids, grown_mask=batch.mask)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        batch.check(model, run)
 
 
 # ----------------------------------------------------------------------------------------------------------- stock

@@ -151,8 +151,8 @@ def given_masks(
             masks[layer_type] = allowed
             continue
         # the smallest number of another dtype may be -inf in this one, so hidden keys get this one's
-        biases = mask[..., kept].to(dtype) if mask.is_floating_point() else torch.zeros((), dtype=dtype, device=mask.device)
-        masks[layer_type] = torch.where(allowed, biases, torch.finfo(dtype).min).masked_fill(alone, 0)
+        biases = mask[..., kept] if mask.is_floating_point() else torch.zeros((), device=mask.device)
+        masks[layer_type] = torch.where(allowed, biases.to(dtype), torch.finfo(dtype).min).masked_fill(alone, 0)
     return masks
 
 

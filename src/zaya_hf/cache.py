@@ -49,12 +49,10 @@ class CCALayerMixin(_LibraryLayer):
     model_shape: tuple[Any, ...]
     #: raw columns since recording began or the last crop, the state before them included; None while not recording
     recorded: list[torch.Tensor] | None
-    #: ``[width]``: the delayed projection's bias, where there is one; kept only while recording
-    value_of_nothing: torch.Tensor | None
 
     def bind(self, history: RowHistory, owns_history: bool, model_shape: tuple[Any, ...]) -> None:
         self.history, self.owns_history, self.model_shape = history, owns_history, model_shape
-        self.recorded = self.value_of_nothing = None
+        self.recorded = None
         self.number_of_states = 2
         for states in (self.conv_states, self.recurrent_states, self.conv_kernel_size):
             states.setdefault(VALUE, None)
@@ -74,7 +72,6 @@ class CCALayerMixin(_LibraryLayer):
         value: torch.Tensor,
         before: tuple[torch.Tensor, torch.Tensor],
         tokens: tuple[torch.Tensor, torch.Tensor],
-        value_of_nothing: torch.Tensor | None,
     ) -> None:
         """Take over the states after a call.
 
@@ -82,15 +79,12 @@ class CCALayerMixin(_LibraryLayer):
             qk, value: new states, ``[B, C, k0 + k1 - 2]`` and ``[B, width]``.
             before: the states that the call started from, same shapes.
             tokens: raw columns of the call, ``[B, S, C]`` and ``[B, S, width]``; kept only while recording.
-            value_of_nothing: ``[width]`` what position 0 reads as its delayed value; None: zeros.
         """
         self.recorded, past = None, self.recorded
         if self.record_past:
             start = past or [before[QK], before[VALUE][..., None]]
             pairs = zip(start, tokens, strict=True)
             self.recorded = [torch.cat([old, new.transpose(1, 2)], dim=-1) for old, new in pairs]
-            # a copy: the parameter itself may be sharded or trained on by the time of a crop
-            self.value_of_nothing = None if value_of_nothing is None else value_of_nothing.detach().clone()
         for index, state in ((QK, qk), (VALUE, value[..., None])):
             self.conv_states[index] = state
             self.conv_kernel_size[index] = state.shape[-1]
@@ -145,14 +139,8 @@ class CCALayerMixin(_LibraryLayer):
             run = self.history.last_run(width) if width else None
             if run is not None:  # what lies before the last document is not this document's past
                 age = torch.arange(width, 0, -1, device=state.device)
-                state = torch.where((age <= run[:, None])[:, None], state, self.blank(index, state))
+                state = torch.where((age <= run[:, None])[:, None], state, 0)
             self.conv_states[index] = state
-
-    def blank(self, index: int, like: torch.Tensor) -> torch.Tensor:
-        """What position 0 reads: zeros for the convolutions; for the value, the projection of nothing."""
-        if index == VALUE and self.value_of_nothing is not None:
-            return self.value_of_nothing[:, None].to(like.dtype)
-        return torch.zeros_like(like)
 
     def reset(self) -> None:
         """Forget everything; the next prompt may have another batch size."""
@@ -247,7 +235,7 @@ class ZayaSlidingLayer(CCALayerMixin, LinearAttentionAndSlidingWindowAttentionLa
 
 
 #: library layer class -> ours, by layer type of the config
-KNOWN_LAYERS: dict[str, tuple[type, type]] = {
+KNOWN_LAYERS: dict[str, tuple[Any, Any]] = {
     "hybrid": (LinearAttentionAndFullAttentionLayer, ZayaFullLayer),
     "hybrid_sliding": (LinearAttentionAndSlidingWindowAttentionLayer, ZayaSlidingLayer),
 }

@@ -225,12 +225,12 @@ class ZayaConfig(PreTrainedConfig):
     def from_native(cls, native: PreTrainedConfig) -> "ZayaConfig":
         """Convert transformers' own `ZayaConfig`: every field, the dtype and the chosen implementations.
 
-        A config that is ours already is returned as it is.
+        A config that is ours already is returned as it is. Raises TypeError for anything else.
         """
         if isinstance(native, cls):
             return native
-        if native.model_type != cls.model_type:
-            raise _wrong("model_type", native.model_type, f"only {cls.model_type!r} configs can be converted")
+        if getattr(native, "model_type", None) != cls.model_type:
+            raise TypeError(f"a ZAYA model needs a ZayaConfig, not a {type(native).__name__}")
         values = native.to_dict()
         for key in ("model_type", "transformers_version", "_name_or_path"):
             values.pop(key, None)

@@ -7,7 +7,7 @@ import logging
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
+from transformers import Cache, GenerationConfig
 from transformers.generation import GenerationMixin
 
 from .cache import adopt, one_cache
@@ -35,8 +35,9 @@ class RightPaddingMixin:
 
         Raises:
             TypeError: for a cache that cannot hold ZAYA's states.
-            ValueError: for a cache of another model, one together with ``use_cache=False``, or when no token is left to
-                feed after the cached ones.
+            ValueError: for a cache of another model, one together with ``use_cache=False``, when no token is left to
+                feed after the cached ones, for a prompt without rows or tokens, for embeddings together with what needs
+                ids (`prefill_chunk_size`, assisted decoding), and for `assistant_early_exit`.
         """
         cache = one_cache(kwargs.pop("cache", None), kwargs.pop("past_key_values", None))
         past = 0
@@ -48,6 +49,7 @@ class RightPaddingMixin:
         ids = inputs if inputs is not None else kwargs.get("input_ids")
         embeds = kwargs.get("inputs_embeds")
         prompt = ids if embeds is None else embeds
+        self._check_prompt(ids, embeds, generation_config, kwargs)
         mask = kwargs.get("attention_mask")
         if mask is None and isinstance(ids, torch.Tensor) and ids.ndim == 2:
             mask = self._mask_of_pads(ids, generation_config, kwargs)
@@ -58,8 +60,7 @@ class RightPaddingMixin:
                     f"cached yet, or only the new ids with an attention_mask of [{prompt.shape[0]}, {past} + new]."
                 )
             if self._drafts(generation_config, kwargs):
-                # assisted decoding feeds all the ids that it gets, cached or not
-                cache.reset()
+                self._start_over(cache, prompt, mask, kwargs)
                 past = 0
         order = None if prompt is None else _left_padded(mask, prompt, past)
         if order is not None:
@@ -86,6 +87,37 @@ class RightPaddingMixin:
         """Whether tokens are drafted and verified (assisted decoding)."""
         looked_up = self._setting("prompt_lookup_num_tokens", generation_config, kwargs)
         return looked_up is not None or kwargs.get("assistant_model") is not None
+
+    def _check_prompt(
+        self,
+        ids: torch.Tensor | None,
+        embeds: torch.Tensor | None,
+        generation_config: GenerationConfig | None,
+        kwargs: dict[str, Any],
+    ) -> None:
+        """Refuse what the library would take and stumble over later."""
+        prompt = ids if embeds is None else embeds
+        if isinstance(prompt, torch.Tensor) and 0 in prompt.shape[:2]:
+            raise ValueError(f"the prompt has shape {tuple(prompt.shape)}; it needs at least one row and one token.")
+        if self._setting("assistant_early_exit", generation_config, kwargs) is not None:
+            raise ValueError("assistant_early_exit is not supported; pass an assistant_model instead.")
+        if embeds is None:
+            return
+        if self._setting("prefill_chunk_size", generation_config, kwargs) is not None:
+            raise ValueError("prefill_chunk_size splits ids; it cannot split inputs_embeds. Leave one of them out.")
+        if self._drafts(generation_config, kwargs):  # its first step would feed the embeddings without the draft
+            raise ValueError("assisted decoding drafts from ids and feeds ids; it cannot start from inputs_embeds.")
+
+    def _start_over(self, cache: Cache, prompt: torch.Tensor, mask: Any, kwargs: dict[str, Any]) -> None:
+        """Empty the cache: assisted decoding feeds all ids that it gets, cached or not. Its documents stay known."""
+        history = adopt(cache, self.config)  # type: ignore[attr-defined]
+        if history.has_holes():
+            raise ValueError("assisted decoding cannot go on from a cache with padding between its tokens.")
+        if history.segments is not None and kwargs.get("position_ids") is None:
+            mask = torch.ones(prompt.shape[:2], dtype=torch.long, device=prompt.device) if mask is None else mask
+            known = {"attention_mask": mask, "cache": cache}
+            kwargs["position_ids"] = self._prepare_position_ids_for_generation(prompt, known)
+        cache.reset()
 
     def _mask_of_pads(
         self, ids: torch.Tensor, generation_config: GenerationConfig | None, kwargs: dict[str, Any]
@@ -145,7 +177,8 @@ def _left_padded(mask: Any, prompt: torch.Tensor, past: int) -> torch.Tensor | N
 
 
 def _reordered(tensor: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """``[B or 1, columns, ...]`` with its columns gathered by `order`; a shorter one lacks the cached columns."""
+    """``[B or 1, columns, ...]`` (or ``[columns]``) gathered by `order`; a shorter one lacks the cached columns."""
+    tensor = tensor[None] if tensor.ndim == 1 else tensor
     missing = order.shape[1] - tensor.shape[1]
     rows = tensor.expand(order.shape[0], *tensor.shape[1:])
     index = (order[:, missing:] - missing).view(order.shape[0], -1, *[1] * (tensor.ndim - 2))

@@ -24,7 +24,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.import_utils import is_tracing
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from . import ops, visibility
+from . import ops, prepared_masks, visibility
 from .cache import adopt, check_batch, layer_of, one_cache
 from .configuration_zaya import ZayaConfig
 from .generation import RightPaddingMixin
@@ -217,7 +217,7 @@ class ZayaAttention(nn.Module):
         qk, value = ops.next_states(
             raw, value_delayed, before, reach=visible.reach, states=states, last=visible.last, has_real=visible.has_real
         )
-        layer.store(qk, value, before, (raw, value_delayed), nothing)
+        layer.store(qk, value, before, (raw, value_delayed))
 
 
 def eager_attention(
@@ -400,15 +400,6 @@ class ZayaDecoderLayer(GradientCheckpointingLayer):
         return merged if self.stream_dtype is None else merged.to(output.dtype)
 
 
-def as_zaya_config(config: Any) -> ZayaConfig:
-    """Our config as it is; transformers' own `zaya` config converted. Raises TypeError for anything else."""
-    if isinstance(config, ZayaConfig):
-        return config
-    if getattr(config, "model_type", None) == "zaya":
-        return ZayaConfig.from_native(config)
-    raise TypeError(f"a ZAYA model needs a ZayaConfig, not a {type(config).__name__}.")
-
-
 class ZayaPreTrainedModel(ZayaLoadingMixin, PreTrainedModel):  # type: ignore[misc]
     """What every ZAYA model class shares: initialisation, loading, and what transformers asks about it."""
 
@@ -472,7 +463,7 @@ class ZayaModel(ZayaPreTrainedModel):
     """
 
     def __init__(self, config: ZayaConfig):
-        config = as_zaya_config(config)
+        config = ZayaConfig.from_native(config)
         config.validate()  # a field may have been changed since the config was made
         super().__init__(config)
         self.padding_idx = config.pad_token_id
@@ -492,7 +483,7 @@ class ZayaModel(ZayaPreTrainedModel):
     def forward(
         self,
         input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
+        attention_mask: Tensor | dict[str, Any] | None = None,
         position_ids: Tensor | None = None,
         cache: Cache | None = None,
         inputs_embeds: Tensor | None = None,
@@ -508,7 +499,8 @@ class ZayaModel(ZayaPreTrainedModel):
         Args:
             input_ids: ``[B, S]`` int; or `inputs_embeds` ``[B, S, hidden_size]`` instead.
             attention_mask: ``[B, S]`` (with a cache also ``[B, cached + S]``), 0 for padding on either side; or a 4-D
-                mask, bool or additive, ``[B or 1, heads or 1, S, cached + S]``.
+                mask, bool or additive, ``[B or 1, heads or 1, S, cached + S]``; or what `create_masks_for_generate`
+                made.
             position_ids: ``[B or 1, S]``. Where a position is not its predecessor's + 1, another document starts:
                 neither attention nor the convolutions nor the delayed value look across.
             cache: a `DynamicCache`, also under its older name `past_key_values`.
@@ -519,9 +511,11 @@ class ZayaModel(ZayaPreTrainedModel):
 
         Raises:
             ValueError: for contradicting arguments, shapes that fit nothing above, ids outside the vocabulary.
-            TypeError: for a cache that cannot hold ZAYA's states.
+            TypeError: for a cache that cannot hold ZAYA's states, or an argument that says under another name what is
+                padding or a document.
         """
         cache = one_cache(cache, past_key_values)
+        visibility.check_names(kwargs)
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds.")
         if inputs_embeds is None:
@@ -537,19 +531,22 @@ class ZayaModel(ZayaPreTrainedModel):
         history = None if cache is None else adopt(cache, self.config)
         if cache is not None:
             check_batch(cache, inputs_embeds.shape[0])
-        visible = visibility.describe(
-            self.config,
-            batch_size=inputs_embeds.shape[0],
-            sequence_length=inputs_embeds.shape[1],
-            device=inputs_embeds.device,
-            dtype=inputs_embeds.dtype,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            cu_seq_lens=visibility.one_cu_seq_lens(cu_seq_lens_q, cu_seq_lens_k),
-            seq_idx=seq_idx,
-            history=history,
-            cache=cache,
-        )
+        shape = {"batch_size": inputs_embeds.shape[0], "sequence_length": inputs_embeds.shape[1]}
+        if isinstance(attention_mask, dict):
+            visible = prepared_masks.from_dict(self.config, attention_mask, **shape, history=history, cache=cache)
+        else:
+            visible = visibility.describe(
+                self.config,
+                **shape,
+                device=inputs_embeds.device,
+                dtype=inputs_embeds.dtype,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                cu_seq_lens=visibility.one_cu_seq_lens(cu_seq_lens_q, cu_seq_lens_k),
+                seq_idx=seq_idx,
+                history=history,
+                cache=cache,
+            )
         tables = self.rotary(visible.position_ids, inputs_embeds.dtype)
 
         merged = ops.residual_merge(inputs_embeds, None, self.input_hidden_states_scale, self.input_hidden_states_bias)
@@ -610,7 +607,7 @@ class ZayaForCausalLM(ZayaPreTrainedModel, RightPaddingMixin, GenerationMixin): 
     _fsdp_plan = {"lm_head": "keep_full_weight"}
 
     def __init__(self, config: ZayaConfig):
-        config = as_zaya_config(config)
+        config = ZayaConfig.from_native(config)
         super().__init__(config)
         self.model = ZayaModel(config)
         self.vocab_size = config.vocab_size
@@ -622,7 +619,7 @@ class ZayaForCausalLM(ZayaPreTrainedModel, RightPaddingMixin, GenerationMixin): 
     def forward(
         self,
         input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
+        attention_mask: Tensor | dict[str, Any] | None = None,
         position_ids: Tensor | None = None,
         cache: Cache | None = None,
         inputs_embeds: Tensor | None = None,
@@ -672,3 +669,36 @@ class ZayaForCausalLM(ZayaPreTrainedModel, RightPaddingMixin, GenerationMixin): 
         wide = torch.promote_types(hidden_states.dtype, torch.float32)
         bias = None if self.lm_head.bias is None else self.lm_head.bias.to(wide)
         return nn.functional.linear(hidden_states.to(wide), self.lm_head.weight.to(wide), bias)
+
+    @staticmethod
+    def create_masks_for_generate(
+        config: ZayaConfig,
+        inputs_embeds: Tensor,
+        attention_mask: Tensor | None,
+        cache: Cache | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """Masks made ahead of `forward`, which takes the result in the place of its `attention_mask`.
+
+        Args:
+            inputs_embeds: ``[B, S, any]``; only its shape, dtype and device count.
+            attention_mask, position_ids, cache: as for `ZayaModel.forward`.
+
+        Returns:
+            the mask of every layer type, and what `forward` would have read from the arguments: see `prepared_masks`.
+        """
+        cache = one_cache(cache, past_key_values)
+        visible = visibility.describe(
+            config,
+            batch_size=inputs_embeds.shape[0],
+            sequence_length=inputs_embeds.shape[1],
+            device=inputs_embeds.device,
+            dtype=inputs_embeds.dtype,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            history=None if cache is None else adopt(cache, config),
+            cache=cache,
+        )
+        return prepared_masks.to_dict(visible)

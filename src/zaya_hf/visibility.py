@@ -16,6 +16,7 @@ Terms (``B`` rows, ``S`` tokens in this call, ``L`` cached tokens):
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -172,6 +173,34 @@ def describe(
 
 
 # ------------------------------------------------------------------------------------------------------- checks
+#: Names under which documents and padding go elsewhere, and what they are called here. Left unread, they would let
+#: tokens see what they must not see.
+OTHER_NAMES = {
+    "attention_masks": "attention_mask",
+    "attn_mask": "attention_mask",
+    "key_padding_mask": "attention_mask (with 1 for real tokens)",
+    "padding_mask": "attention_mask",
+    "cu_seqlens": "cu_seq_lens_q",
+    "cu_seqlens_q": "cu_seq_lens_q",
+    "cu_seqlens_k": "cu_seq_lens_k",
+    "cu_seq_lens": "cu_seq_lens_q",
+    "document_ids": "seq_idx",
+    "segment_ids": "seq_idx",
+    "sequence_ids": "seq_idx",
+}
+
+
+def check_names(arguments: Iterable[str]) -> None:
+    """Refuse names of arguments that nobody reads although they speak of documents or padding.
+
+    Raises:
+        TypeError: naming the right argument.
+    """
+    for name in arguments:
+        if name in OTHER_NAMES:
+            raise TypeError(f"forward() does not know {name!r}; pass it as {OTHER_NAMES[name]}.")
+
+
 def one_cu_seq_lens(queries: Tensor | None, keys: Tensor | None) -> Tensor | None:
     """The cumulative lengths, given for queries, keys or both.
 
@@ -204,9 +233,7 @@ def _check_per_token(name: str, values: Tensor | None, shape: tuple[int, int]) -
     return values.long()
 
 
-def _split_mask(
-    mask: Any, shape: tuple[int, int], past: int, heads: int
-) -> tuple[Tensor | None, Tensor | None]:
+def _split_mask(mask: Any, shape: tuple[int, int], past: int, heads: int) -> tuple[Tensor | None, Tensor | None]:
     """The mask as a bool 2-D or a 4-D one."""
     if mask is None:
         return None, None

@@ -84,7 +84,8 @@ def earlier_tokens(
         flat = shifted.reshape(-1, channels).index_add(0, index, incoming.reshape(-1, channels))
         shifted = flat.view(batch_size, length, channels)
         if nothing is not None:
-            arrived = torch.zeros(batch_size * length, device=x.device).index_add(0, index, valid.reshape(-1).float())
+            arrived = torch.zeros(batch_size * length, dtype=torch.int32, device=x.device)
+            arrived = arrived.index_add(0, index, valid.reshape(-1).int())
             found = found | (arrived > 0).view(batch_size, length)
     return shifted if nothing is None else torch.where(found[..., None], shifted, nothing.to(x.dtype))
 
