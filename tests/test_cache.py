@@ -504,6 +504,22 @@ def test_crop_beyond_the_record_is_refused(model):
     assert_close(feed(model, cache, ids[:, 6:], [2, 4]), uncached(model, ids)[:, 6:])
 
 
+def test_crop_after_recording_stopped_is_refused(model):
+    """The library stops it by hand; what was recorded until then says nothing about later tokens."""
+    ids = random_ids(1, 12)
+    cache = cache_for(model, recording=True)
+    model(ids[:, :6], cache=cache)
+    for layer in cache.layers:
+        layer.record_past = False
+    model(ids[:, 6:9], cache=cache)
+    refused(cache, -1, "activate_past_recording")
+    cache.activate_past_recording()
+    feed(model, cache, ids[:, 9:], [3])
+    refused(cache, -4, "reaches beyond the 3 tokens")
+    cache.crop(-2)
+    assert_close(feed(model, cache, ids[:, 10:], [2]), uncached(model, ids)[:, 10:])
+
+
 def test_crop_by_a_positive_number_is_refused(model):
     cache = cache_for(model, recording=True)
     model(random_ids(1, 6), cache=cache)

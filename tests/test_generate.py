@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import DynamicCache, GenerationConfig
 from transformers.generation.streamers import BaseStreamer
+from transformers.generation.utils import DeferredStopCheck, StopCheck
 
 from zaya_hf import ZayaConfig, ZayaForCausalLM
 from zaya_hf.generation import RightPaddingMixin
@@ -231,7 +232,7 @@ def test_right_padded_prompts_are_rolled(model, caplog):
     ids, mask, prompts = padded([4, 9, 6], "right")
     left_ids, _, _ = padded([4, 9, 6], "left")
     embeds = model.get_input_embeddings()(ids).detach()
-    positions = torch.arange(9).expand(3, -1)
+    positions = torch.arange(9)
     want = torch.cat([greedy(model, prompt, 8) for prompt in prompts])
     for given in (
         {"inputs": ids, "attention_mask": mask},
@@ -240,9 +241,10 @@ def test_right_padded_prompts_are_rolled(model, caplog):
         {"inputs": ids},
         {"input_ids": ids},
         {"input_ids": ids, "generation_config": GenerationConfig(max_new_tokens=8, **OPEN_ENDED)},
+        {"inputs": ids, "attention_mask": mask, "position_ids": positions.expand(3, -1)},
+        {"inputs": ids, "attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).masked_fill(mask == 0, 1)},
+        {"inputs": ids, "attention_mask": mask, "position_ids": positions[None]},
         {"inputs": ids, "attention_mask": mask, "position_ids": positions},
-        {"inputs": ids, "attention_mask": mask, "position_ids": positions[:1]},
-        {"inputs": ids, "attention_mask": mask, "position_ids": positions[0]},
         {"inputs": ids, "attention_mask": mask, "prefill_chunk_size": 4},
         {"inputs": ids, "attention_mask": mask, "use_cache": False},
         {"inputs": ids, "attention_mask": mask, "cache": DynamicCache()},
@@ -626,6 +628,40 @@ def test_early_exit_is_refused_before_it_changes_the_config():
     with pytest.raises(ValueError, match="assistant_early_exit"):
         model.generate(random_ids(1, 4), assistant_early_exit=2, max_new_tokens=2)
     assert model.config.num_hidden_layers == 4
+
+
+def test_stopping_one_step_late_leaves_no_trace(model, monkeypatch):
+    """Where reading the device is slow, the library decides one step late and crops that step from the cache."""
+
+    class LateStop(DeferredStopCheck):
+        def __init__(self, input_ids, max_length, cache, cache_is_returned, streamer=None):
+            StopCheck.__init__(self, streamer)
+            self.max_length, self.cache = max_length, cache if cache_is_returned else None
+            self.slots, self.stop_reported, self.due = (), False, False
+            if self.cache is not None:
+                self.cache.activate_past_recording()
+
+        def __call__(self, unfinished_sequences, tokens, length):
+            self.stop_reported, self.due = self.due, bool(unfinished_sequences.max() == 0)
+            stopping = self.stop_reported or length >= self.max_length
+            if not stopping and self.cache is not None:
+                self.cache.crop(0)
+            return stopping
+
+    LateStop.is_supported = staticmethod(lambda *args, **kwargs: True)
+    prompt = random_ids(1, 6)
+    text = greedy(model, prompt, 12)
+    options = {**OPEN_ENDED, "eos_token_id": int(text[0, 4]), "max_new_tokens": 12, "return_dict_in_generate": True}
+    want = model.generate(prompt, **options)
+    monkeypatch.setattr("transformers.generation.utils.DeferredStopCheck", LateStop)
+    got = model.generate(prompt, **options)
+    assert torch.equal(got.sequences, want.sequences)
+    assert got.sequences.shape[1] < 6 + 12
+    assert got.cache.get_seq_length() == want.cache.get_seq_length()
+    options["eos_token_id"] = None
+    whole = torch.cat([got.sequences, random_ids(1, 2, seed=1)], dim=1)
+    on = model.generate(whole, cache=got.cache, **{**options, "max_new_tokens": 5})
+    assert torch.equal(on.sequences[:, -5:], greedy(model, whole, 5))
 
 
 def test_misspelt_arguments_are_named():

@@ -226,6 +226,27 @@ def test_ids_outside_the_vocabulary(wrong: int, model: ZayaForCausalLM) -> None:
     model(torch.tensor([[0, 127]]))
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_resized_vocabulary(tied: bool) -> None:
+    """The id check follows `resize_token_embeddings`, up and down; old words and the biases stay as they were."""
+    model = redraw(ZayaForCausalLM(tiny_config(tie_word_embeddings=tied)))
+    ids = random_ids(2, 5, high=90)
+    want, before = model(ids).logits, {name: b.clone() for name, b in model.named_buffers()}
+    model.resize_token_embeddings(140, mean_resizing=False)
+    output = model(torch.tensor([[3, 139]]), labels=torch.tensor([[3, 139]]))
+    assert output.logits.shape == (1, 2, 140)
+    assert output.loss.isfinite()
+    torch.testing.assert_close(model(ids).logits[..., :128], want)
+    with pytest.raises(ValueError, match=r"contain 140; ids must lie in 0 \.\.\. 139"):
+        model(torch.tensor([[140]]))
+    model.resize_token_embeddings(100, mean_resizing=False)
+    torch.testing.assert_close(model(ids).logits, want[..., :100])
+    with pytest.raises(ValueError, match=r"contain 139; ids must lie in 0 \.\.\. 99"):
+        model(torch.tensor([[3, 139]]))
+    assert all(torch.equal(b, before[name]) for name, b in model.named_buffers())
+
+
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize("experts", ["eager", "batched_mm", "grouped_mm"])
 @pytest.mark.parametrize("shape", [(0, 5), (2, 0), (0, 0)], ids=["batch-0", "length-0", "both-0"])

@@ -112,6 +112,23 @@ def test_no_rows() -> None:
         assert model(nothing, **given, cache=DynamicCache(config=model.config)).logits.shape == (0, 5, 128)
 
 
+@pytest.mark.parametrize("shape", [(0, 5), (2, 0), (0, 0)])
+@each_attention
+def test_gradients_of_no_tokens(attention: str, shape: tuple[int, int]) -> None:
+    """No row or no token: every gradient is 0, none is missing or NaN."""
+    model = new_model("bias, sliding, widths 3 4", attention).train()
+    nothing = torch.zeros(shape, dtype=torch.long)
+    for given in ({}, {"position_ids": nothing}, {"attention_mask": nothing}, {"seq_idx": nothing}):
+        model.zero_grad()
+        output = model(nothing, labels=nothing, use_cache=False, **given)
+        assert output.logits.shape == (*shape, 128)
+        assert float(output.loss.detach()) == 0
+        output.loss.backward()
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None, name
+            assert not parameter.grad.any(), name
+
+
 # ------------------------------------------------------------------------------------------------------- gradients
 def gradients(
     model: ZayaForCausalLM, weights: Tensor, ids: Tensor, **given

@@ -287,6 +287,33 @@ def test_short_rows_train(shape: tuple[int, int]) -> None:
     assert all(g.isfinite().all() for g in gradients(model).values())
 
 
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_attention_dropout_is_for_training_only(implementation: str) -> None:
+    plain = redraw(ZayaForCausalLM(tiny_config(attn_implementation=implementation)))
+    model = redraw(ZayaForCausalLM(tiny_config(attn_implementation=implementation, attention_dropout=0.5)))
+    ids = random_ids(2, 8)
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, plain(ids).logits)
+    model.train()
+    first, second = model(ids).logits, model(ids).logits
+    assert not torch.allclose(first, second)
+    torch.manual_seed(3)
+    first = model(ids).logits
+    torch.manual_seed(3)
+    assert torch.equal(model(ids).logits, first)
+
+
+def test_training_after_inference_mode() -> None:
+    """What a first pass keeps for later passes (rotary frequencies) may not be a tensor that autograd refuses."""
+    model = redraw(ZayaForCausalLM(tiny_config()))
+    ids = random_ids(2, 6)
+    with torch.inference_mode():
+        want = model(ids).logits.clone()
+    output = model.train()(ids, labels=ids)
+    output.loss.backward()
+    assert torch.equal(output.logits, want)
+
+
 def test_an_optimiser_step_lowers_the_loss() -> None:
     model = ZayaForCausalLM(tiny_config()).train()
     optimiser = torch.optim.AdamW(model.parameters(), lr=3e-3)

@@ -65,6 +65,11 @@ TABLE = {
         [[0, 0, -1, -1, 1, 1]],
         [[0, 1, 0, 0, 0, 1]],
     ),
+    "padding at -1 between documents": (
+        {"position_ids": [[0, 1, -1, -1, 0, 1]], "attention_mask": [[1, 1, 0, 0, 1, 1]]},
+        [[0, 0, -1, -1, 1, 1]],
+        [[0, 1, 0, 0, 0, 1]],
+    ),
     "cumulative lengths": ({"cu_seq_lens": [0, 2, 6]}, [[0, 0, 1, 1, 1, 1]], [[0, 1, 0, 1, 2, 2]]),
     "cumulative lengths of one document": ({"cu_seq_lens": [0, 6]}, [[0] * 6], [[0, 1, 2, 2, 2, 2]]),
     "empty documents": ({"cu_seq_lens": [0, 0, 2, 2, 2, 6, 6]}, [[0, 0, 1, 1, 1, 1]], [[0, 1, 0, 1, 2, 2]]),
@@ -157,16 +162,18 @@ def random_call(rng: random.Random, past_rows: list[list[naive.Slot]], length: i
         real = [left <= t < length - right for t in range(length)]
         if pads in ("holes", "all"):
             real = [pads == "holes" and rng.random() < 0.6 for _ in range(length)]
+        style = rng.choice(["count real", "count all", "restart", "zero", "minus one", "noise"])
         before = naive.last_real(row)
         position = -1 if before is None else before.position
-        style = rng.choice(["count real", "count all", "restart", "zero", "noise"])
+        if row and rng.random() < 0.4:  # count on from the last column, whatever it was
+            style, position = "count all", row[-1].position
         positions = []
         for t in range(length):
             if real[t] and rng.random() < 0.25:  # a document starts, not always at 0
                 position = rng.choice([-1, -1, position + 3, 11])
             if real[t] or style == "count all":
                 position += 1
-            of_pad = {"restart": t % 2, "zero": 0, "noise": rng.randrange(20)}.get(style, position)
+            of_pad = {"restart": t % 2, "zero": 0, "minus one": -1, "noise": rng.randrange(20)}.get(style, position)
             positions.append(position if real[t] else of_pad)
         documents, number = [], 0
         for _ in range(length):

@@ -519,7 +519,7 @@ class ZayaModel(ZayaPreTrainedModel):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds.")
         if inputs_embeds is None:
-            check_ids(input_ids, self.vocab_size)
+            check_ids(input_ids, self.config.vocab_size)  # follows resize_token_embeddings
             inputs_embeds = self.embed_tokens(input_ids)
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)

@@ -40,7 +40,7 @@ class Visibility:
     segment: Tensor | None = None
     #: ``[B, S]`` int64, capped at the look-back; None when every earlier token is in reach
     reach: Tensor | None = None
-    #: ``[B]`` bool: the first real token of the row continues the cached document; None without a cache, or when all do
+    #: ``[B]`` bool: the first real token of the row continues the cached document; None where there is nothing to mask
     continues: Tensor | None = None
     #: ``[B, K]`` flat indices (``row * S + column``) of the first K real tokens of the row, and whether each directly
     #: follows the first one in its document
@@ -363,8 +363,8 @@ def _fill_reach(visible: Visibility, limit: int, cached: LastCached) -> None:
     visible.continues = cached.exists & visible.has_real & (first_segment == cached.segment)
     offsets = torch.arange(limit, device=segment.device)
     entry = (first[:, None] + offsets).clamp_max(length - 1)
-    inside = first[:, None] + offsets < length
-    visible.entry_valid = inside & real.gather(1, entry) & (visible.reach.gather(1, entry) == offsets)
+    # reach counts from the first real token, so a column that was clamped has another one
+    visible.entry_valid = real.gather(1, entry) & (visible.reach.gather(1, entry) == offsets)
     visible.entry_index = entry + torch.arange(batch_size, device=segment.device)[:, None] * length
 
     # One real token per row that continues its cache (a decoding step) leaves nothing to mask: say so if that is free.

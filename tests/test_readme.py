@@ -1,0 +1,47 @@
+"""README: its code runs, and every test that it names exists."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def named_tests() -> list[str]:
+    """`file.py::test` for every test that the table names; a name that begins with `::` is in the file before it."""
+    found, file = [], ""
+    for before, name in re.findall(r"`(test_\w+\.py)?::(test_\w+)`", README):
+        file = before or file
+        found.append(f"{file}::{name}")
+    return found
+
+
+def test_the_table_names_tests() -> None:
+    rows = [line for line in README.splitlines() if line.startswith("|") and "test_" in line]
+    assert len(rows) >= 25
+    for row in rows:
+        assert re.search(r"`test_\w+\.py::test_\w+`", row), row
+
+
+@pytest.mark.parametrize("name", sorted(set(named_tests())))
+def test_a_named_test_exists(name: str) -> None:
+    file, test = name.split("::")
+    tree = ast.parse((ROOT / "tests" / file).read_text(encoding="utf-8"))
+    assert test in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+def test_named_make_targets_exist() -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    used = set(re.findall(r"`make ([a-z]+)", README))
+    assert used
+    assert used <= targets
+
+
+def test_named_files_exist() -> None:
+    for path in re.findall(r"`(?:python )?((?:benchmarks|src|tests)/[\w/.]+)", README):
+        assert (ROOT / path).exists(), path
