@@ -8,7 +8,7 @@ import logging
 
 import pytest
 import torch
-from transformers import DynamicCache, GenerationConfig
+from transformers import DynamicCache, GenerationConfig, StaticCache
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import DeferredStopCheck, StopCheck
 
@@ -207,14 +207,16 @@ def test_drafted_tokens_are_the_greedy_ones(model, draft, length):
         assert len(sizes) <= 4  # and accepted
 
 
-def test_drafting_into_a_bare_cache_and_going_on_with_it(model):
+@pytest.mark.parametrize("positions", [{}, {"position_ids": torch.arange(10)[None]}], ids=["", "positions"])
+def test_drafting_into_a_bare_cache_and_going_on_with_it(model, positions):
     prompt = random_ids(1, 5).repeat(1, 2)
     want = greedy(model, prompt, 12)
     cache = DynamicCache()
-    first = model.generate(prompt, cache=cache, prompt_lookup_num_tokens=3, max_new_tokens=6, **OPEN_ENDED)
+    options = {"cache": cache, "prompt_lookup_num_tokens": 3, "max_new_tokens": 6, **OPEN_ENDED}
+    first = model.generate(prompt, **positions, **options)
     assert torch.equal(first[:, 10:], want[:, :6])
     assert cache.get_seq_length() == first.shape[1] - 1
-    second = model.generate(first, cache=cache, prompt_lookup_num_tokens=3, max_new_tokens=6, **OPEN_ENDED)
+    second = model.generate(first, **options)
     assert torch.equal(second[:, 10:], want)
 
 
@@ -458,11 +460,20 @@ def test_cache_without_use_cache_is_refused():
             model.generate(random_ids(1, 4), cache=DynamicCache(config=model.config), **options)
 
 
-@pytest.mark.parametrize("name", ["static", "offloaded_static"])
-def test_static_caches_are_one_clear_error(name):
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"cache_implementation": "static"},
+        {"cache_implementation": "offloaded_static"},
+        {"cache": StaticCache(tiny_config(), max_cache_len=16)},
+        {"cache": ((torch.zeros(1, 2, 3, 16),) * 2,) * 4},
+    ],
+    ids=["static", "offloaded static", "given static", "tuples"],
+)
+def test_other_kinds_of_cache_are_one_clear_error(options):
     model = model_of("full")
-    with pytest.raises(TypeError, match=r"StaticCache.*Pass DynamicCache\(config=model.config\)") as error:
-        model.generate(random_ids(1, 4), cache_implementation=name, max_new_tokens=3)
+    with pytest.raises(TypeError, match=r"cache of type .*Pass DynamicCache\(config=model.config\)") as error:
+        model.generate(random_ids(1, 4), max_new_tokens=3, **options)
     assert "\n" not in str(error.value)
 
 

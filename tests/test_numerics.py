@@ -64,7 +64,10 @@ def from_meta(model: ZayaForCausalLM) -> ZayaForCausalLM:
 def accelerated(model: ZayaForCausalLM) -> ZayaForCausalLM:
     accelerate = pytest.importorskip("accelerate")
     accelerator = accelerate.Accelerator(mixed_precision="bf16", cpu=True)
-    return accelerator.unwrap_model(accelerator.prepare_model(model))
+    prepared = accelerator.unwrap_model(accelerator.prepare_model(model))
+    accelerator.free_memory()
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)  # or it would hold for later tests
+    return prepared
 
 
 WAYS: dict[str, Callable[[ZayaForCausalLM], ZayaForCausalLM]] = {

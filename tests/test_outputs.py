@@ -279,3 +279,10 @@ def test_an_empty_call_leaves_a_cache_as_it_was(model: ZayaForCausalLM) -> None:
     torch.testing.assert_close(model(ids[:, 4:], cache=cache).logits, want[:, 4:], rtol=0, atol=1e-5)
     fresh = model(ids[:, :0], use_cache=True).cache
     torch.testing.assert_close(model(ids, cache=fresh).logits, want, rtol=0, atol=1e-5)
+
+
+def test_bidirectional_attention_is_refused() -> None:
+    """transformers lets `is_causal=False` through to the attention function, which would then see the future."""
+    model = redraw(ZayaForCausalLM(tiny_config()))
+    with pytest.raises(ValueError, match="is_causal=False"):
+        model(random_ids(1, 5), is_causal=False)

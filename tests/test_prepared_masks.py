@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import pytest
 import torch
 from transformers import DynamicCache
 
-from zaya_hf import ZayaForCausalLM
+from zaya_hf import ZayaForCausalLM, visibility
 from zaya_hf.testing import random_ids, redraw, tiny_config
 
 PACKED = torch.cat([torch.arange(n) for n in (5, 1, 6)])[None]
@@ -97,3 +99,32 @@ def test_a_dict_of_something_else_is_refused(model: ZayaForCausalLM) -> None:
     with pytest.raises(ValueError, match=r"after 12 cached ones"):
         model(ids, cache=cache, attention_mask=masks)
     assert cache.get_seq_length() == 12
+
+
+def test_a_dict_goes_with_no_other_description(model: ZayaForCausalLM) -> None:
+    masks, lengths = prepare(model, (1, 12)), torch.tensor([0, 5, 12])
+    for given in ({"cu_seq_lens_q": lengths}, {"cu_seq_lens_k": lengths}, {"seq_idx": PACKED}):
+        with pytest.raises(ValueError, match="knows its documents"):
+            model(random_ids(1, 12), attention_mask=masks, **given)
+
+
+def test_a_visibility_moves_to_a_device_whole() -> None:
+    """Layers on several devices get the same description; the meta device stands for another one."""
+    config = tiny_config(attn_implementation="eager")
+    visible = visibility.describe(
+        config,
+        batch_size=2,
+        sequence_length=12,
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        attention_mask=LEFT,
+        position_ids=PACKED,
+    )
+    moved = visible.to("meta")
+    for item in fields(visible):
+        before, after = getattr(visible, item.name), getattr(moved, item.name)
+        if isinstance(before, torch.Tensor):
+            assert (before.device.type, after.device.type, after.shape) == ("cpu", "meta", before.shape), item.name
+    assert moved.masks is not None
+    assert moved.masks["hybrid"].device.type == "meta"
+    assert (moved.batch_size, moved.sequence_length, moved.key_lengths) == (2, 12, {"hybrid": 12})

@@ -211,3 +211,6 @@ def test_only_the_tokens_that_count_are_compared_and_counted_as_causes() -> None
     padded.logits[0, 1] = 1.0  # a tie in padding is no excuse
     with pytest.raises(AssertionError, match=r"\[0, 1\] is not explained"):
         assert_equal_logits(padded, want, where=real)
+    # ... and what padding chose does not spoil the excuse of a real tie.
+    want = RecordedRun(torch.zeros(1, 2, 4), probabilities([0.1, 0.2, 0.7], tie))
+    assert_equal_logits(RecordedRun(torch.ones(1, 2, 4), probabilities(clear, tipped)), want, where=real)

@@ -516,6 +516,8 @@ class ZayaModel(ZayaPreTrainedModel):
         """
         cache = one_cache(cache, past_key_values)
         visibility.check_names(kwargs)
+        if kwargs.get("is_causal") is False:
+            raise ValueError("is_causal=False: ZAYA has no bidirectional form, its convolutions look backwards only.")
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds.")
         if inputs_embeds is None:
@@ -533,6 +535,8 @@ class ZayaModel(ZayaPreTrainedModel):
             check_batch(cache, inputs_embeds.shape[0])
         shape = {"batch_size": inputs_embeds.shape[0], "sequence_length": inputs_embeds.shape[1]}
         if isinstance(attention_mask, dict):
+            if cu_seq_lens_q is not None or cu_seq_lens_k is not None or seq_idx is not None:
+                raise ValueError("attention_mask is a dict made ahead: it knows its documents, leave other names out.")
             visible = prepared_masks.from_dict(self.config, attention_mask, **shape, history=history, cache=cache)
         else:
             visible = visibility.describe(

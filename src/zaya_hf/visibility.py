@@ -17,7 +17,7 @@ Terms (``B`` rows, ``S`` tokens in this call, ``L`` cached tokens):
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -55,6 +55,16 @@ class Visibility:
     key_lengths: dict[str, int] = field(default_factory=dict)
     #: extra arguments for variable-length attention backends
     attention_kwargs: dict[str, Any] | None = None
+
+    def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Visibility:
+        """A copy with its tensors on `device`: what accelerate asks for between layers on different devices."""
+
+        def moved(value: Any) -> Any:
+            if isinstance(value, dict):
+                return {name: moved(item) for name, item in value.items()}
+            return value.to(device, non_blocking=non_blocking) if hasattr(value, "to") else value
+
+        return replace(self, **{item.name: moved(getattr(self, item.name)) for item in fields(self)})
 
     @property
     def is_plain(self) -> bool:
