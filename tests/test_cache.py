@@ -1,56 +1,39 @@
-"""The cache: fed in any pieces, rearranged, cropped, forked and reset, it gives what an uncached run gives.
-
-The reference is always the model's own run without a cache over the whole sequence. Errors leave the cache usable.
-"""
+"""The cache: fed in any pieces, rearranged, cropped, forked and reset, it gives what an uncached run gives."""
 
 from __future__ import annotations
 
 import copy
-import functools
 import pickle
-from dataclasses import dataclass
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import DynamicCache, LlamaConfig, QuantizedCache, StaticCache
+from transformers import DynamicCache
 from transformers import ZayaConfig as NativeConfig
-from transformers import ZayaForCausalLM as NativeZaya
-from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, STATIC_LAYER_TYPE_MAPPING, EncoderDecoderCache
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, STATIC_LAYER_TYPE_MAPPING
 from transformers.cache_utils import LinearAttentionAndFullAttentionLayer as LibraryFull
 from transformers.cache_utils import LinearAttentionAndSlidingWindowAttentionLayer as LibrarySliding
 
+from cached_runs import (
+    KINDS,
+    assert_close,
+    assert_crop_refused,
+    assert_same_contents,
+    cache_for,
+    contents,
+    feed,
+    left_padded,
+    model_of,
+    uncached,
+)
 from zaya_hf import ZayaForCausalLM
-from zaya_hf.testing import RecordedRun, assert_equal_logits, random_ids, record_run, redraw, tiny_config
+from zaya_hf.testing import RecordedRun, random_ids, record_run
 
-KINDS = {
-    "full": {},
-    "sliding": {"layer_types": ["hybrid", "hybrid_sliding"] * 2, "sliding_window": 4},
-    "sliding first": {"layer_types": ["hybrid_sliding", "hybrid"] * 2, "sliding_window": 3},
-    "window 1": {"layer_types": ["hybrid_sliding", "hybrid"] * 2, "sliding_window": 1},
-    "widths 1 1": {"cca_time0": 1, "cca_time1": 1},
-    "widths 3 4": {"cca_time0": 3, "cca_time1": 4},
-    "bias": {"attention_bias": True},
-    "bias, sliding, widths 3 2": {
-        "attention_bias": True,
-        "layer_types": ["hybrid_sliding", "hybrid"] * 2,
-        "sliding_window": 4,
-        "cca_time0": 3,
-    },
-}
 SPLITS = [[1] * 12, [1, 11], [2, 10], [5, 1, 6], [3, 3, 3, 3]]
 PADS = 5
 
 each_kind = pytest.mark.parametrize("kind", KINDS)
-
-
-@functools.cache
-def model_of(kind: str, dtype: torch.dtype = torch.float32) -> ZayaForCausalLM:
-    model = redraw(ZayaForCausalLM(tiny_config(**KINDS[kind]))).to(dtype)
-    if dtype == torch.float64:
-        model.set_experts_implementation("eager")  # torch's grouped products know no float64
-    return model
 
 
 @pytest.fixture(autouse=True)
@@ -62,60 +45,6 @@ def _no_grad():
 @pytest.fixture(params=KINDS)
 def model(request) -> ZayaForCausalLM:
     return model_of(request.param)
-
-
-def assert_close(got, want, **kwargs) -> None:
-    """Equal up to rounding: beside float64, the float32 logits of these models are up to 1e-5 off, in any case."""
-    logits = got if isinstance(got, torch.Tensor) else got.logits
-    assert_equal_logits(got, want, atol=1e-9 if logits.dtype == torch.float64 else 3e-5, **kwargs)
-
-
-def cache_for(model: ZayaForCausalLM, recording: bool = False) -> DynamicCache:
-    cache = DynamicCache(config=model.config)
-    if recording:
-        cache.activate_past_recording()
-    return cache
-
-
-def uncached(model: ZayaForCausalLM, ids: torch.Tensor, **kwargs) -> RecordedRun:
-    return record_run(model, ids, use_cache=False, **kwargs)
-
-
-def feed(
-    model, cache, ids: torch.Tensor, sizes: list[int], mask=None, mask_form: str = "grown", **kwargs
-) -> RecordedRun:
-    """Feed `ids` in pieces of the given sizes; the mask of all columns, or of the piece alone."""
-    runs, start = [], 0
-    assert sum(sizes) == ids.shape[1]
-    for size in sizes:
-        piece = slice(start, start + size)
-        given_mask = None if mask is None else mask[:, : piece.stop] if mask_form == "grown" else mask[:, piece]
-        runs.append(record_run(model, ids[:, piece], attention_mask=given_mask, cache=cache, use_cache=True, **kwargs))
-        start += size
-    return RecordedRun.join(runs)
-
-
-def left_padded(*lengths: int, width: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random ids of the given lengths, padded on the left, and their mask."""
-    width = width or max(lengths)
-    ids = random_ids(len(lengths), width, seed=3)
-    mask = torch.arange(width) >= torch.tensor([[width - length] for length in lengths])
-    return ids.masked_fill(~mask, 0), mask.long()
-
-
-def contents(cache: DynamicCache) -> list:
-    """Everything a cache holds, copied."""
-    layers = []
-    for layer in cache.layers:
-        tensors = [layer.keys, layer.values, *layer.conv_states.values(), *(layer.recorded or [])]
-        layers.append([None if t is None else t.clone() for t in tensors])
-    history = cache.layers[0].history
-    rows = [None if t is None else t.clone() for t in (history.segments, history.positions)]
-    return [layers, history.length, rows, [layer.get_seq_length() for layer in cache.layers]]
-
-
-def assert_same_contents(cache: DynamicCache, before: list) -> None:
-    torch.testing.assert_close(contents(cache), before, rtol=0, atol=0)
 
 
 # ------------------------------------------------------------------------------------------------- feeding in pieces
@@ -476,18 +405,11 @@ def test_crop_after_packed_documents(model, remove):
     assert_close(got, want[:, kept:])
 
 
-def refused(cache: DynamicCache, tokens: int, match: str) -> None:
-    before = contents(cache)
-    with pytest.raises(RuntimeError, match=match):
-        cache.crop(tokens)
-    assert_same_contents(cache, before)
-
-
 def test_crop_without_recording_is_refused(model):
     ids = random_ids(1, 9)
     cache = cache_for(model)
     model(ids[:, :6], cache=cache)
-    refused(cache, -1, "activate_past_recording")
+    assert_crop_refused(cache, -1, "activate_past_recording")
     cache.crop(0)
     assert_close(record_run(model, ids[:, 6:], cache=cache), uncached(model, ids)[:, 6:])
 
@@ -497,9 +419,9 @@ def test_crop_beyond_the_record_is_refused(model):
     cache = cache_for(model)
     model(ids[:, :6], cache=cache)
     cache.activate_past_recording()
-    refused(cache, -1, "activate_past_recording")
+    assert_crop_refused(cache, -1, "activate_past_recording")
     feed(model, cache, ids[:, 6:9], [1, 2])
-    refused(cache, -4, "reaches beyond the 3 tokens")
+    assert_crop_refused(cache, -4, "reaches beyond the 3 tokens")
     cache.crop(-3)
     assert_close(feed(model, cache, ids[:, 6:], [2, 4]), uncached(model, ids)[:, 6:])
 
@@ -512,10 +434,10 @@ def test_crop_after_recording_stopped_is_refused(model):
     for layer in cache.layers:
         layer.record_past = False
     model(ids[:, 6:9], cache=cache)
-    refused(cache, -1, "activate_past_recording")
+    assert_crop_refused(cache, -1, "activate_past_recording")
     cache.activate_past_recording()
     feed(model, cache, ids[:, 9:], [3])
-    refused(cache, -4, "reaches beyond the 3 tokens")
+    assert_crop_refused(cache, -4, "reaches beyond the 3 tokens")
     cache.crop(-2)
     assert_close(feed(model, cache, ids[:, 10:], [2]), uncached(model, ids)[:, 10:])
 
@@ -523,7 +445,7 @@ def test_crop_after_recording_stopped_is_refused(model):
 def test_crop_by_a_positive_number_is_refused(model):
     cache = cache_for(model, recording=True)
     model(random_ids(1, 6), cache=cache)
-    refused(cache, 3, "0 or a negative number")
+    assert_crop_refused(cache, 3, "0 or a negative number")
 
 
 def test_crop_with_padding_behind_tokens_is_refused(model):
@@ -532,7 +454,7 @@ def test_crop_with_padding_behind_tokens_is_refused(model):
     mask[1, 4:] = 0
     cache = cache_for(model, recording=True)
     model(ids, attention_mask=mask, cache=cache)
-    refused(cache, -1, "padding behind real tokens")
+    assert_crop_refused(cache, -1, "padding behind real tokens")
     new = random_ids(2, 3, seed=1)
     got = feed(model, cache, new, [1, 2])
     for row, length in enumerate((9, 4)):
@@ -545,235 +467,11 @@ def test_crop_of_a_bare_cache_that_never_recorded_says_why():
     cache = DynamicCache()
     cache.activate_past_recording()  # has no layers to tell
     model(random_ids(1, 6), cache=cache)
-    refused(cache, -1, "bare DynamicCache")
+    assert_crop_refused(cache, -1, "bare DynamicCache")
     cache.activate_past_recording()
     model(random_ids(1, 2), cache=cache)
     cache.crop(-2)
     assert cache.get_seq_length() == 6
-
-
-# ---------------------------------------------------------------------------------------------- everything in any order
-@dataclass
-class Rows:
-    """What a cache should stand for: ids, mask and positions of all its tokens, ``[B, L]`` each."""
-
-    ids: torch.Tensor
-    mask: torch.Tensor
-    positions: torch.Tensor
-
-    def __getitem__(self, index) -> Rows:
-        return Rows(self.ids[index], self.mask[index], self.positions[index])
-
-    def extended(self, new: Rows) -> Rows:
-        pairs = zip((self.ids, self.mask, self.positions), (new.ids, new.mask, new.positions), strict=True)
-        return Rows(*(torch.cat(pair, dim=1) for pair in pairs))
-
-
-def draw_tokens(data, rows: Rows, seed: int) -> Rows:
-    """One to five new tokens per row: documents may start anywhere, rows may begin and pieces may end with padding."""
-    batch, size = rows.ids.shape[0], data.draw(st.integers(1, 5))
-    ids, mask, positions = random_ids(batch, size, seed=seed), torch.ones(batch, size), torch.zeros(batch, size)
-    for row in range(batch):
-        first = data.draw(st.integers(0, size)) if not rows.mask[row].any() else 0
-        last = size - data.draw(st.sampled_from([0, 0, 0, 1, 2])) if size > 2 else size
-        mask[row, :first] = mask[row, last:] = 0
-        cached = rows.positions[row][rows.mask[row].bool()]
-        position = int(cached[-1]) if len(cached) else -1
-        for column in range(first, last):
-            starts = position > 0 and data.draw(st.integers(0, 3)) == 0
-            position = 0 if starts else position + 1
-            positions[row, column] = position
-    return Rows(ids, mask.long(), positions.long())
-
-
-def padding_behind_tokens(rows: Rows) -> bool:
-    return bool(((rows.mask == 0) & (rows.mask.cumsum(1) > 0)).any())
-
-
-@given(data=st.data())
-def test_any_order_of_feeding_cropping_and_moving_rows(data):
-    model = model_of(data.draw(st.sampled_from(sorted(KINDS))), torch.float64)
-    batch = data.draw(st.integers(1, 3))
-    empty = torch.zeros(batch, 0, dtype=torch.long)
-    rows, cache = Rows(empty, empty, empty), cache_for(model, recording=True)
-    cropped_to = 0  # nothing before the last crop can be cropped again
-    operations = ["feed", "feed", "feed", "crop", "crop", "reorder", "repeat", "select", "fork"]
-    with torch.no_grad():
-        for step in range(data.draw(st.integers(2, 10))):
-            operation = data.draw(st.sampled_from(operations)) if step else "feed"
-            batch, length = rows.ids.shape
-            if operation == "feed":
-                new = draw_tokens(data, rows, seed=step)
-                rows = rows.extended(new)
-                mask = rows.mask if data.draw(st.booleans()) else new.mask
-                got = record_run(model, new.ids, attention_mask=mask, position_ids=new.positions, cache=cache)
-                for row in range(batch):  # alone, without padding and in one call
-                    real, count = rows.mask[row].bool(), int(new.mask[row].sum())
-                    alone = rows[row : row + 1, real]
-                    want = uncached(model, alone.ids, position_ids=alone.positions)
-                    at = new.mask[row].nonzero()[:, 0]
-                    first = int(at[0]) if count else 0
-                    assert_close(got[row, first : first + count], want[:, real.sum() - count :])
-            elif operation == "crop" and padding_behind_tokens(rows):
-                if length > cropped_to:
-                    refused(cache, -1, "padding behind real tokens")
-            elif operation == "crop":
-                remove = data.draw(st.integers(0, length - cropped_to))
-                cache.crop(-remove)
-                cropped_to = length - remove
-                rows = rows[:, :cropped_to]
-            elif operation == "reorder":
-                order = torch.tensor(data.draw(st.lists(st.integers(0, batch - 1), min_size=batch, max_size=batch)))
-                cache.reorder_cache(order)
-                rows = rows[order]
-            elif operation == "repeat" and batch < 4:
-                cache.batch_repeat_interleave(2)
-                rows = rows[torch.arange(batch).repeat_interleave(2)]
-            elif operation == "select":
-                chosen = torch.tensor(data.draw(st.lists(st.integers(0, batch - 1), min_size=1, max_size=batch)))
-                cache.batch_select_indices(chosen)
-                rows = rows[chosen]
-            elif operation == "fork":
-                cache = copy.deepcopy(cache)
-            assert cache.get_seq_length() == rows.ids.shape[1]
-
-
-# ------------------------------------------------------------------------------------------------------ wrong arguments
-WHAT_TO_PASS = r"Pass DynamicCache\(config=model.config\)"
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        lambda config: StaticCache(config=config, max_cache_len=16),
-        lambda config: QuantizedCache(backend="fp8", config=LlamaConfig(num_hidden_layers=4)),
-        lambda config: EncoderDecoderCache(DynamicCache(config=config), DynamicCache()),
-        lambda config: tuple((torch.zeros(1, 2, 3, 16),) * 2 for _ in range(4)),
-        lambda config: "dynamic",
-    ],
-    ids=["static", "quantised", "encoder-decoder", "tuple", "text"],
-)
-def test_other_kinds_of_cache_are_refused(wrong):
-    model = model_of("full")
-    with pytest.raises(TypeError, match=WHAT_TO_PASS) as error:
-        model(random_ids(1, 3), cache=wrong(model.config))
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("config", "match"),
-    [
-        (LlamaConfig(num_hidden_layers=4), "layer 0 of the cache is a DynamicLayer"),
-        (LlamaConfig(num_hidden_layers=2), "has 2 layers, the model 4"),
-        (tiny_config(num_hidden_layers=3), "has 3 layers, the model 4"),
-        (tiny_config(**KINDS["sliding"]), "layer 1 of the cache is a LinearAttentionAndSlidingWindow"),
-    ],
-    ids=["llama", "shallow llama", "shallow", "sliding"],
-)
-def test_caches_of_other_models_are_refused(config, match):
-    cache = DynamicCache(config=config)
-    with pytest.raises(ValueError, match=f"{match}.*{WHAT_TO_PASS}"):
-        model_of("full")(random_ids(1, 3), cache=cache)
-
-
-def test_cache_with_another_window_is_refused():
-    cache = DynamicCache(config=tiny_config(**{**KINDS["sliding"], "sliding_window": 8}))
-    with pytest.raises(ValueError, match=f"window of 8, the model 4.*{WHAT_TO_PASS}"):
-        model_of("sliding")(random_ids(1, 3), cache=cache)
-
-
-@pytest.mark.parametrize("used_with", ["sliding", "widths 3 4"])
-def test_cache_in_use_by_another_zaya_model_is_refused(used_with):
-    cache = DynamicCache()
-    model_of(used_with)(random_ids(1, 3), cache=cache)
-    before = contents(cache)
-    with pytest.raises(ValueError, match=f"another ZAYA model.*{WHAT_TO_PASS}"):
-        model_of("full")(random_ids(1, 3), cache=cache)
-    assert_same_contents(cache, before)
-
-
-def test_cache_filled_by_the_stock_class_is_refused():
-    model = model_of("full")
-    names = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
-    values = {name: getattr(model.config, name) for name in names}
-    native = NativeZaya(NativeConfig(**values, num_experts=4, moe_intermediate_size=32, router_hidden_size=16))
-    cache = native(random_ids(1, 3), use_cache=True).cache
-    with pytest.raises(ValueError, match="filled by another model class"):
-        model(random_ids(1, 3), cache=cache)
-
-
-def test_another_number_of_rows_is_refused(model):
-    ids = random_ids(2, 8)
-    cache = cache_for(model)
-    model(ids[:, :5], cache=cache)
-    before = contents(cache)
-    with pytest.raises(ValueError, match="the call has 3 rows, the cache 2"):
-        model(random_ids(3, 1), cache=cache)
-    assert_same_contents(cache, before)
-    assert_close(record_run(model, ids[:, 5:], cache=cache), uncached(model, ids)[:, 5:])
-
-
-FAILING = {
-    "id too large": {"input_ids": torch.tensor([[3, 128]])},
-    "negative id": {"input_ids": torch.tensor([[3, -1]])},
-    "ids without rows": {"input_ids": torch.tensor([3, 4])},
-    "mask too short": {"input_ids": torch.tensor([[3, 4]]), "attention_mask": torch.ones(1, 4)},
-    "mask too long": {"input_ids": torch.tensor([[3, 4]]), "attention_mask": torch.ones(1, 9)},
-    "mask of other rows": {"input_ids": torch.tensor([[3, 4]]), "attention_mask": torch.ones(3, 7)},
-    "4-D mask of other keys": {"input_ids": torch.tensor([[3, 4]]), "attention_mask": torch.ones(1, 1, 2, 6)},
-    "positions too long": {"input_ids": torch.tensor([[3, 4]]), "position_ids": torch.arange(7)[None]},
-    "embeddings too narrow": {"inputs_embeds": torch.ones(1, 2, 32)},
-    "embeddings without rows": {"inputs_embeds": torch.ones(2, 64)},
-    "ids and embeddings": {"input_ids": torch.tensor([[3, 4]]), "inputs_embeds": torch.ones(1, 2, 64)},
-    "neither": {},
-    "packed lengths": {"input_ids": torch.tensor([[3, 4]]), "cu_seq_lens_q": torch.tensor([0, 1, 2])},
-}
-
-
-@pytest.mark.parametrize("failing", FAILING)
-@pytest.mark.parametrize("kind", ["full", "sliding"])
-def test_a_call_that_fails_leaves_the_cache_as_it_was(kind, failing):
-    model, ids = model_of(kind), random_ids(1, 8)
-    cache = cache_for(model, recording=True)
-    model(ids[:, :5], cache=cache)
-    before = contents(cache)
-    with pytest.raises(ValueError) as error:
-        model(**FAILING[failing], cache=cache)
-    assert "\n" not in str(error.value)
-    assert_same_contents(cache, before)
-    assert_close(feed(model, cache, ids[:, 5:], [1, 2]), uncached(model, ids)[:, 5:])
-
-
-@pytest.mark.parametrize("at", [0, 2, 3])
-def test_a_call_that_dies_in_a_layer_is_noticed(monkeypatch, at):
-    model, ids = model_of("sliding"), random_ids(1, 8)
-    cache = cache_for(model)
-    model(ids[:, :5], cache=cache)
-
-    def out_of_memory(*args, **kwargs):
-        raise MemoryError
-
-    with monkeypatch.context() as patch:
-        patch.setattr(model.model.layers[at].self_attn, "forward", out_of_memory)
-        with pytest.raises(MemoryError):
-            model(ids[:, 5:], cache=cache)
-    with pytest.raises(RuntimeError, match="half-filled"):
-        model(ids[:, 5:], cache=cache)
-    cache.reset()
-    assert_close(feed(model, cache, ids, [5, 3]), uncached(model, ids))
-
-
-def test_gradient_checkpointing_refuses_a_cache():
-    """Layers that run twice would store twice; the library's layers drop the cache there, with the context in it."""
-    model = copy.deepcopy(model_of("full")).train()
-    model.activation_checkpointing_enable()
-    cache = cache_for(model)
-    model(random_ids(1, 4), cache=cache)  # without gradients nothing is checkpointed
-    with torch.enable_grad(), pytest.raises(ValueError, match="gradient checkpointing"):
-        model(random_ids(1, 2), cache=cache)
-    with torch.enable_grad():
-        assert model(random_ids(1, 2), use_cache=True).cache is None
-    assert cache.get_seq_length() == 4
 
 
 def test_gradients_flow_through_a_cache(model):

@@ -49,7 +49,7 @@ REFUSED = [
     ({"hidden_act": "slu"}, "hidden_act='slu'.*'silu'"),
     ({"skip_expert": "none"}, "skip_expert='none'.*identity"),
     ({"pad_token_id": 128}, "pad_token_id=128.*vocab_size=128"),
-    ({"layer_types": ["hybrid"] * 3}, "layer_types='3 entries'.*num_hidden_layers is 4"),
+    ({"layer_types": ["hybrid"] * 3}, "layer_types has 3: num_hidden_layers=4 needs 4 entries"),
     ({"layer_types": ["hybrid"] * 3 + ["full_attention"]}, r"layer_types\[3\]='full_attention'.*hybrid_sliding"),
     ({"layer_types": "hybrid"}, "layer_types='hybrid'.*list"),
     ({"layer_types": ["hybrid"] * 3 + ["hybrid_sliding"]}, "sliding_window=None.*hybrid_sliding"),
@@ -203,7 +203,7 @@ def test_overrides_while_reading_are_checked(tmp_path):
     assert ZayaConfig.from_pretrained(tmp_path, num_experts=8).num_experts == 8
     with pytest.raises(ValueError, match="num_experts=0"):
         ZayaConfig.from_pretrained(tmp_path, num_experts=0)
-    with pytest.raises(ValueError, match=r"layer_types='4 entries'.*num_hidden_layers is 2"):
+    with pytest.raises(ValueError, match=r"layer_types has 4: num_hidden_layers=2 needs 2 entries"):
         ZayaConfig.from_pretrained(tmp_path, num_hidden_layers=2)
     config, unused = ZayaConfig.from_pretrained(tmp_path, num_experts=8, other=1, return_unused_kwargs=True)
     assert (config.num_experts, unused) == (8, {"other": 1})

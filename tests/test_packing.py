@@ -16,7 +16,7 @@ from transformers import DataCollatorWithFlattening, DynamicCache
 
 from solo_runs import KINDS, Batch, batch_of, check_equal, feed, model_of, new_model, solo, stock_of
 from zaya_hf import ZayaForCausalLM
-from zaya_hf.testing import RecordedRun, random_ids, record_run
+from zaya_hf.testing import RecordedRun, random_ids, record_run, redraw, tiny_config
 
 CUTS = {
     "two documents": [[5, 7]],
@@ -363,3 +363,41 @@ def test_transformers_own_class_leaks_here(attention: str) -> None:
         assert (got[:, columns.start] - want[:, 0]).abs().max() > 0.1
         ours = model(batch.ids, position_ids=batch.positions, use_cache=use_cache).logits
         torch.testing.assert_close(ours[:, columns], want, atol=1e-5, rtol=0)
+
+
+# ---------------------------------------------------------------------------------------------------------- the loss
+@pytest.mark.parametrize("how", ["position_ids", "cu_seq_lens", "left pads", "right pads"])
+def test_the_loss_is_that_of_separate_rows(how: str) -> None:
+    """With `labels=input_ids`, nothing masked by hand: the first token of a document and padding are no targets."""
+    model = redraw(ZayaForCausalLM(tiny_config()))
+    ids, lengths = random_ids(1, 12), (5, 1, 6)
+    given: dict = {}
+    kept = ids
+    if how == "position_ids":
+        given["position_ids"] = torch.cat([torch.arange(n) for n in lengths])[None]
+    elif how == "cu_seq_lens":
+        given["cu_seq_lens_q"] = given["cu_seq_lens_k"] = torch.tensor([0, 5, 6, 12])
+    else:
+        lengths = (7,)
+        given["attention_mask"] = torch.ones(1, 12, dtype=torch.long)
+        padding, kept = (slice(0, 5), ids[:, 5:]) if how == "left pads" else (slice(7, 12), ids[:, :7])
+        given["attention_mask"][:, padding] = 0
+    documents = kept.split(lengths, dim=1)
+    with torch.no_grad():
+        sums = [model(document, labels=document).loss * (document.shape[1] - 1) for document in documents]
+        want = torch.stack(sums).sum() / sum(n - 1 for n in lengths)
+        got = model(ids, labels=ids, **given).loss
+        explicit = model(ids, shift_labels=torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100), **given).loss
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+    assert (explicit - want).abs() > 1e-2  # labels that the caller shifted are used as they are
+
+
+def test_the_document_of_each_token_is_in_the_output() -> None:
+    model = redraw(ZayaForCausalLM(tiny_config())).model
+    ids = random_ids(2, 6)
+    with torch.no_grad():
+        assert model(ids).segments is None
+        mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
+        positions = torch.tensor([[0, 0, 0, 1, 0, 1], [0, 1, 2, 0, 1, 0]])
+        segments = model(ids, attention_mask=mask, position_ids=positions).segments
+    assert segments.tolist() == [[-1, -1, 0, 0, 1, 1], [0, 0, 0, 1, 1, 2]]

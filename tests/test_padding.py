@@ -407,7 +407,7 @@ def test_right_padded_prompt_then_decoding_in_other_dtypes(dtype: torch.dtype) -
 @pytest.mark.parametrize("kind", ["full", "widths 1 1", "bias, sliding, widths 3 4"])
 def test_short_cuts_change_nothing(monkeypatch, kind: str, attention: str) -> None:
     """On a device values of masks and positions are not read, so nothing there is known to be trivial."""
-    monkeypatch.setattr(visibility, "_is_free_to_read", lambda tensor: False)
+    monkeypatch.setattr(visibility, "is_free_to_read", lambda tensor: False)
     model = model_of(kind, attention)
     full = batch_of([[6], [6]])
     for batch in (full, padded("left"), padded("right"), padded("both"), batch_of([[4, 5], [2, 1, 3]])):

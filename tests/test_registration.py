@@ -363,6 +363,18 @@ def test_switches_through_every_way_in(saved, paths, attention, experts):
         assert implementations_run(model, paths) == {f"attention {attention}", f"experts {experts}"}
 
 
+def test_switches_work_for_subclasses_wherever_they_are_defined(paths, monkeypatch):
+    """Their source says nothing about the layers; in a notebook there is none."""
+    for name in ("attn", "experts"):  # what the library remembers of an earlier test
+        monkeypatch.setattr(ZayaForCausalLM, f"_can_set_{name}_implementation_cached_value", None, raising=False)
+    Subclass = type("Subclass", (ZayaForCausalLM,), {"__module__": "nowhere"})
+    model = redraw(Subclass(tiny_config()))
+    assert implementations_run(model, paths) == {"attention sdpa", "experts grouped_mm"}
+    model.set_attn_implementation("eager")
+    model.set_experts_implementation("batched_mm")
+    assert implementations_run(model, paths) == {"attention eager", "experts batched_mm"}
+
+
 def test_unknown_implementations_are_refused():
     model = ZayaForCausalLM(tiny_config())
     with pytest.raises(ValueError, match="no_such"):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from described import config_for, describe
-from zaya_hf import ZayaModel, visibility
+from zaya_hf import ZayaModel, arguments
 from zaya_hf.history import RowHistory
 from zaya_hf.testing import random_ids, redraw, tiny_config
 
@@ -134,7 +134,7 @@ def test_errors_of_the_model_name_the_argument() -> None:
     ]:
         with pytest.raises(ValueError, match=message):
             model(ids, **given)
-    for name, right in visibility.OTHER_NAMES.items():
+    for name, right in arguments.OTHER_NAMES.items():
         with pytest.raises(TypeError, match=rf"{name}.*; pass it as {right.split()[0]}"):
             model(ids, **{name: torch.ones(1, 5)})
     lengths = torch.tensor([0, 2, 5])

@@ -346,7 +346,8 @@ class ZayaConfig(PreTrainedConfig):
             if layer_type not in LAYER_TYPES:
                 raise _wrong(f"layer_types[{index}]", layer_type, f"it must be one of {', '.join(LAYER_TYPES)}")
         if len(types) != self.num_hidden_layers:
-            raise _wrong("layer_types", f"{len(types)} entries", f"num_hidden_layers is {self.num_hidden_layers}")
+            wanted = f"num_hidden_layers={self.num_hidden_layers} needs {self.num_hidden_layers} entries"
+            raise ValueError(f"ZayaConfig: layer_types has {len(types)}: {wanted}")
         if self.sliding_window is not None and self.sliding_window < 1:
             raise _wrong("sliding_window", self.sliding_window, "it must be at least 1 (the token itself) or None")
         if "hybrid_sliding" in types and self.sliding_window is None:

@@ -1,4 +1,4 @@
-"""What ZAYA changes about `generate`: right-padded prompts, caches that a caller brings, and no router records."""
+"""What ZAYA changes about `generate`: right-padded prompts, caches that a caller brings, masks made ahead."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ import torch
 from transformers import Cache, GenerationConfig
 from transformers.generation import GenerationMixin
 
+from . import prepared_masks, visibility
 from .cache import adopt, one_cache
+from .configuration_zaya import ZayaConfig
 
 logger = logging.getLogger(__name__)
 
 
-class RightPaddingMixin:
+class ZayaGenerationMixin:
     """Goes before transformers' `GenerationMixin`."""
 
     _said_rolled = False
@@ -71,8 +73,8 @@ class RightPaddingMixin:
             for name in ("input_ids", "inputs_embeds", "position_ids"):
                 if kwargs.get(name) is not None:
                     kwargs[name] = _reordered(kwargs[name], order)
-            if not RightPaddingMixin._said_rolled:
-                RightPaddingMixin._said_rolled = True
+            if not ZayaGenerationMixin._said_rolled:
+                ZayaGenerationMixin._said_rolled = True
                 logger.warning("generate: prompts padded on the right were rolled to left padding, as are the results.")
         return super().generate(inputs, generation_config, *args, **kwargs)  # type: ignore[misc]
 
@@ -148,6 +150,39 @@ class RightPaddingMixin:
         if kwargs.get("output_router_logits") is None:
             kwargs["output_router_logits"] = False
         return super().prepare_inputs_for_generation(*args, **kwargs)  # type: ignore[misc]
+
+    @staticmethod
+    def create_masks_for_generate(
+        config: ZayaConfig,
+        inputs_embeds: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        cache: Cache | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """Masks made ahead of `forward`, which takes the result in the place of its `attention_mask`.
+
+        Args:
+            inputs_embeds: ``[B, S, any]``; only its shape, dtype and device count.
+            attention_mask, position_ids, cache: as for `ZayaModel.forward`.
+
+        Returns:
+            the mask of every layer type, and what `forward` would have read from the arguments: see `prepared_masks`.
+        """
+        cache = one_cache(cache, past_key_values)
+        visible = visibility.describe(
+            config,
+            batch_size=inputs_embeds.shape[0],
+            sequence_length=inputs_embeds.shape[1],
+            device=inputs_embeds.device,
+            dtype=inputs_embeds.dtype,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            history=None if cache is None else adopt(cache, config),
+            cache=cache,
+        )
+        return prepared_masks.to_dict(visible)
 
 
 def _is_only_new(prompt: torch.Tensor, mask: Any) -> bool:

@@ -6,7 +6,6 @@ CCA attention (arXiv 2510.04476), MLP router with Exponential Depth Averaging, t
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -25,9 +24,10 @@ from transformers.utils.import_utils import is_tracing
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from . import ops, prepared_masks, visibility
+from .arguments import check_ids, check_names, one_cu_seq_lens, without_boundary_targets
 from .cache import adopt, check_batch, layer_of, one_cache
 from .configuration_zaya import ZayaConfig
-from .generation import RightPaddingMixin
+from .generation import ZayaGenerationMixin
 from .loading import ZayaLoadingMixin
 from .losses import causal_lm_loss
 from .outputs import ZayaCausalLMOutput, ZayaModelOutput
@@ -495,7 +495,8 @@ class ZayaModel(ZayaPreTrainedModel):
         past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> ZayaModelOutput:
-        """
+        """Hidden states of every token, as if its document stood alone, unpadded and uncached.
+
         Args:
             input_ids: ``[B, S]`` int; or `inputs_embeds` ``[B, S, hidden_size]`` instead.
             attention_mask: ``[B, S]`` (with a cache also ``[B, cached + S]``), 0 for padding on either side; or a 4-D
@@ -509,13 +510,16 @@ class ZayaModel(ZayaPreTrainedModel):
                 empty.
             seq_idx: ``[B or 1, S]`` document numbers, another form of the same.
 
+        Returns:
+            a `ZayaModelOutput`.
+
         Raises:
             ValueError: for contradicting arguments, shapes that fit nothing above, ids outside the vocabulary.
             TypeError: for a cache that cannot hold ZAYA's states, or an argument that says under another name what is
                 padding or a document.
         """
         cache = one_cache(cache, past_key_values)
-        visibility.check_names(kwargs)
+        check_names(kwargs)
         if kwargs.get("is_causal") is False:
             raise ValueError("is_causal=False: ZAYA has no bidirectional form, its convolutions look backwards only.")
         if (input_ids is None) == (inputs_embeds is None):
@@ -546,7 +550,7 @@ class ZayaModel(ZayaPreTrainedModel):
                 dtype=inputs_embeds.dtype,
                 attention_mask=attention_mask,
                 position_ids=position_ids,
-                cu_seq_lens=visibility.one_cu_seq_lens(cu_seq_lens_q, cu_seq_lens_k),
+                cu_seq_lens=one_cu_seq_lens(cu_seq_lens_q, cu_seq_lens_k),
                 seq_idx=seq_idx,
                 history=history,
                 cache=cache,
@@ -567,7 +571,9 @@ class ZayaModel(ZayaPreTrainedModel):
             if record:
                 router_logits.append(logits)
                 router_slots.append(slots)
-        output = ZayaModelOutput(last_hidden_state=self.norm(hidden_states), cache=cache if use_cache else None)
+        output = ZayaModelOutput(
+            last_hidden_state=self.norm(hidden_states), cache=cache if use_cache else None, segments=visible.segment
+        )
         if record:
             real = visible.real
             num_slots = self.config.num_experts + 1
@@ -580,27 +586,7 @@ class ZayaModel(ZayaPreTrainedModel):
         return output
 
 
-def check_ids(input_ids: Tensor | None, vocab_size: int) -> None:
-    """Refuse ids that are not rows of tokens or lie outside the vocabulary.
-
-    Reading their values would stall an accelerator: there that is done only with ZAYA_DEBUG=1.
-
-    Raises:
-        ValueError: naming the shape or the id.
-    """
-    if input_ids is not None and input_ids.ndim != 2:
-        raise ValueError(f"input_ids have shape {tuple(input_ids.shape)}; expected [rows, tokens].")
-    if input_ids is None or is_tracing(input_ids) or input_ids.numel() == 0:
-        return
-    if input_ids.device.type != "cpu" and os.environ.get("ZAYA_DEBUG") != "1":
-        return
-    low, high = (int(bound) for bound in input_ids.aminmax())
-    if low < 0 or high >= vocab_size:
-        wrong = low if low < 0 else high
-        raise ValueError(f"input_ids contain {wrong}; ids must lie in 0 ... {vocab_size - 1}.")
-
-
-class ZayaForCausalLM(ZayaPreTrainedModel, RightPaddingMixin, GenerationMixin):  # type: ignore[misc]
+class ZayaForCausalLM(ZayaPreTrainedModel, ZayaGenerationMixin, GenerationMixin):  # type: ignore[misc]
     """`ZayaModel` with a language-model head.
 
     Args:
@@ -634,12 +620,24 @@ class ZayaForCausalLM(ZayaPreTrainedModel, RightPaddingMixin, GenerationMixin): 
         past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> ZayaCausalLMOutput:
-        """`ZayaModel.forward`, then logits and loss.
+        """Logits of the next token, and the loss when labels are given.
 
         Args:
-            labels: ``[B, S]`` int64, not shifted; -100 marks positions without a target. Without any target the loss
-                is 0.
+            input_ids, attention_mask, position_ids, cache, inputs_embeds, use_cache, output_router_logits,
+                past_key_values, and for packed rows cu_seq_lens_q, cu_seq_lens_k, seq_idx: as in `ZayaModel.forward`,
+                which says how padding on either side, documents and caches are told.
+            labels: ``[B, S]`` int64, not shifted, e.g. `input_ids` itself; -100 marks positions without a target. The
+                first token of a document and padding are no targets, so packed rows have the loss of separate ones;
+                without any target the loss is 0.
             logits_to_keep: the last n positions only (0: all), or an index tensor.
+            shift_labels: ``[B, S]`` labels that are shifted already; used as they are.
+            num_items_in_batch: targets to divide the loss by; those of this call if it is not given.
+
+        Returns:
+            a `ZayaCausalLMOutput`.
+
+        Raises:
+            ValueError, TypeError: as `ZayaModel.forward`.
         """
         outputs = self.model(
             input_ids=input_ids,
@@ -654,6 +652,8 @@ class ZayaForCausalLM(ZayaPreTrainedModel, RightPaddingMixin, GenerationMixin): 
         )
         logits = self._logits(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
         loss = None
+        if labels is not None:
+            labels = without_boundary_targets(labels, outputs.segments)
         if labels is not None or kwargs.get("shift_labels") is not None:
             loss = self.loss_function(logits, labels, self.vocab_size, **kwargs)
         return ZayaCausalLMOutput(
@@ -673,36 +673,3 @@ class ZayaForCausalLM(ZayaPreTrainedModel, RightPaddingMixin, GenerationMixin): 
         wide = torch.promote_types(hidden_states.dtype, torch.float32)
         bias = None if self.lm_head.bias is None else self.lm_head.bias.to(wide)
         return nn.functional.linear(hidden_states.to(wide), self.lm_head.weight.to(wide), bias)
-
-    @staticmethod
-    def create_masks_for_generate(
-        config: ZayaConfig,
-        inputs_embeds: Tensor,
-        attention_mask: Tensor | None,
-        cache: Cache | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
-        **kwargs: Any,
-    ) -> dict[str, Any]:
-        """Masks made ahead of `forward`, which takes the result in the place of its `attention_mask`.
-
-        Args:
-            inputs_embeds: ``[B, S, any]``; only its shape, dtype and device count.
-            attention_mask, position_ids, cache: as for `ZayaModel.forward`.
-
-        Returns:
-            the mask of every layer type, and what `forward` would have read from the arguments: see `prepared_masks`.
-        """
-        cache = one_cache(cache, past_key_values)
-        visible = visibility.describe(
-            config,
-            batch_size=inputs_embeds.shape[0],
-            sequence_length=inputs_embeds.shape[1],
-            device=inputs_embeds.device,
-            dtype=inputs_embeds.dtype,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            history=None if cache is None else adopt(cache, config),
-            cache=cache,
-        )
-        return prepared_masks.to_dict(visible)

@@ -31,6 +31,8 @@ class ZayaModelOutput(ModelOutput, _OldCacheName):
         router_slots: per layer ``[B, S]`` int64: 0 ... num_experts - 1 an expert, num_experts the skip slot,
             -1 padding.
         tokens_per_slot: ``[layers, num_experts + 1]`` int64 counts over real tokens; the last column counts skips.
+        segments: ``[B, S]`` int64, the document of each token, counted over the life of a row, -1 for padding; None
+            when every row is one unpadded document.
     """
 
     last_hidden_state: torch.Tensor | None = None
@@ -40,15 +42,17 @@ class ZayaModelOutput(ModelOutput, _OldCacheName):
     router_logits: tuple[torch.Tensor, ...] | None = None
     router_slots: tuple[torch.Tensor, ...] | None = None
     tokens_per_slot: torch.Tensor | None = None
+    segments: torch.Tensor | None = None
 
 
 @dataclass
 class ZayaCausalLMOutput(ModelOutput, _OldCacheName):
-    """Output of `ZayaForCausalLM`: `ZayaModelOutput` with
+    """Output of `ZayaForCausalLM`.
 
     Attributes:
         loss: scalar, fp32 or wider, when labels were given.
         logits: ``[B, kept, vocab_size]``.
+        cache, hidden_states, attentions, router_logits, router_slots, tokens_per_slot: as in `ZayaModelOutput`.
     """
 
     loss: torch.Tensor | None = None

@@ -16,7 +16,6 @@ Terms (``B`` rows, ``S`` tokens in this call, ``L`` cached tokens):
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -183,51 +182,7 @@ def describe(
 
 
 # ------------------------------------------------------------------------------------------------------- checks
-#: Names under which documents and padding go elsewhere, and what they are called here. Left unread, they would let
-#: tokens see what they must not see.
-OTHER_NAMES = {
-    "attention_masks": "attention_mask",
-    "attn_mask": "attention_mask",
-    "key_padding_mask": "attention_mask (with 1 for real tokens)",
-    "padding_mask": "attention_mask",
-    "cu_seqlens": "cu_seq_lens_q",
-    "cu_seqlens_q": "cu_seq_lens_q",
-    "cu_seqlens_k": "cu_seq_lens_k",
-    "cu_seq_lens": "cu_seq_lens_q",
-    "document_ids": "seq_idx",
-    "segment_ids": "seq_idx",
-    "sequence_ids": "seq_idx",
-}
-
-
-def check_names(arguments: Iterable[str]) -> None:
-    """Refuse names of arguments that nobody reads although they speak of documents or padding.
-
-    Raises:
-        TypeError: naming the right argument.
-    """
-    for name in arguments:
-        if name in OTHER_NAMES:
-            raise TypeError(f"forward() does not know {name!r}; pass it as {OTHER_NAMES[name]}.")
-
-
-def one_cu_seq_lens(queries: Tensor | None, keys: Tensor | None) -> Tensor | None:
-    """The cumulative lengths, given for queries, keys or both.
-
-    Raises:
-        ValueError: when both are given and differ: queries and keys of one call are the same tokens.
-    """
-    if queries is None or keys is None or queries is keys:
-        return keys if queries is None else queries
-    same = queries.shape == keys.shape
-    if same and _is_free_to_read(queries):
-        same = bool((queries == keys).all())
-    if not same:
-        raise ValueError("cu_seq_lens_q and cu_seq_lens_k describe different documents; they must be equal.")
-    return queries
-
-
-def _is_free_to_read(tensor: Tensor) -> bool:
+def is_free_to_read(tensor: Tensor) -> bool:
     """Whether looking at values waits for no device and is part of no trace."""
     return tensor.device.type == "cpu" and not is_tracing(tensor)
 
@@ -255,7 +210,7 @@ def _split_mask(mask: Any, shape: tuple[int, int], past: int, heads: int) -> tup
             wanted = f"[{batch_size}, {length}]"
             wanted += f" or [{batch_size}, {past + length}] (with the {past} cached tokens)" if past else ""
             raise ValueError(f"attention_mask has shape {tuple(mask.shape)}; expected {wanted}.")
-        if mask.is_floating_point() and _is_free_to_read(mask) and bool((mask < 0).any()):
+        if mask.is_floating_point() and is_free_to_read(mask) and bool((mask < 0).any()):
             raise ValueError("a 2-D attention_mask has 1 for real tokens and 0 for padding; this one has negatives.")
         return mask.bool(), None
     fits = mask.ndim == 4 and mask.shape[0] in (1, batch_size) and mask.shape[1] in (1, heads)
@@ -273,7 +228,7 @@ def _check_cu_seq_lens(cu_seq_lens: Tensor, shape: tuple[int, int], past: int) -
         raise ValueError(f"cu_seq_lens describe one row without a cache, but the call has {what}; use position_ids.")
     if cu_seq_lens.ndim != 1 or cu_seq_lens.numel() < 1:
         raise ValueError(f"cu_seq_lens have shape {tuple(cu_seq_lens.shape)}; expected [documents + 1].")
-    if not _is_free_to_read(cu_seq_lens):
+    if not is_free_to_read(cu_seq_lens):
         return
     if cu_seq_lens[0] != 0 or cu_seq_lens[-1] != shape[1] or bool((cu_seq_lens.diff() < 0).any()):
         raise ValueError(f"cu_seq_lens {cu_seq_lens.tolist()} do not rise from 0 to the {shape[1]} tokens of the row.")
@@ -292,7 +247,7 @@ def _is_plain(
     if history is not None and history.segments is not None:
         return False
     given = [t for t in (mask_2d, position_ids, cu_seq_lens, seq_idx) if t is not None]
-    if not all(_is_free_to_read(t) for t in given):
+    if not all(is_free_to_read(t) for t in given):
         return False
     past = 0 if history is None else history.length
     says_nothing = mask_2d is None or bool(mask_2d.all())
@@ -309,7 +264,7 @@ def _is_plain(
 # ---------------------------------------------------------------------------------------- documents and look-back
 def _check_states_visible(mask: Tensor, cached: LastCached, real: Tensor) -> None:
     """Refuse a mask ``[B, L]`` that hides the token from which a row's state was taken: it cannot be taken back."""
-    if not _is_free_to_read(mask):
+    if not is_free_to_read(mask):
         return
     hidden = cached.exists & real.any(1) & ~mask.gather(1, cached.slot[:, None])[:, 0]
     if bool(hidden.any()):
@@ -378,6 +333,6 @@ def _fill_reach(visible: Visibility, limit: int, cached: LastCached) -> None:
     visible.entry_index = entry + torch.arange(batch_size, device=segment.device)[:, None] * length
 
     # One real token per row that continues its cache (a decoding step) leaves nothing to mask: say so if that is free.
-    if length == 1 and _is_free_to_read(segment) and bool(visible.continues.all()):
+    if length == 1 and is_free_to_read(segment) and bool(visible.continues.all()):
         visible.reach = visible.continues = visible.entry_index = visible.entry_valid = None
         visible.last = visible.has_real = None
