@@ -307,3 +307,24 @@ def test_skip_expert_in_a_model(implementation: str) -> None:
     assert not outputs["zero"].any()
     shares = run.biased[:, :, 0, -1] - 5.0
     torch.testing.assert_close(outputs["identity"], given * shares[..., None], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
+@pytest.mark.parametrize("shape", [(0, 4), (2, 0)], ids=str)
+def test_empty_input_compiles(implementation: str, shape: tuple[int, int]) -> None:
+    model = redraw(ZayaForCausalLM(tiny_config(num_hidden_layers=1)))
+    model.set_experts_implementation(implementation)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        assert compiled(torch.zeros(shape, dtype=torch.long), use_cache=False).logits.shape == (*shape, 128)
+
+
+@pytest.mark.parametrize("changes", [{"hidden_size": 10}, {"moe_intermediate_size": 6}], ids=str)
+def test_widths_that_torchs_grouped_product_refuses(changes: dict[str, int]) -> None:
+    model = redraw(ZayaForCausalLM(tiny_config(**changes)))
+    assert model.config._experts_implementation == "grouped_mm"
+    ids = random_ids(2, 6)
+    with torch.no_grad():
+        got = model(ids).logits
+        model.set_experts_implementation("eager")
+        assert torch.equal(got, model(ids).logits)

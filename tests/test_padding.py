@@ -14,7 +14,7 @@ from transformers import DynamicCache
 
 from solo_runs import KINDS, PAD, Batch, batch_of, check_equal, feed, model_of, new_model, solo, stock_of
 from zaya_hf import ZayaForCausalLM, visibility
-from zaya_hf.testing import RecordedRun, random_ids, record_run
+from zaya_hf.testing import RecordedRun, random_ids, record_run, redraw, tiny_config
 
 LENGTHS = [4, 9, 1, 7]
 LOWEST = torch.finfo(torch.float32).min
@@ -487,3 +487,18 @@ def test_transformers_own_class_is_wrong_here(attention: str) -> None:
         errors.append(float((got - torch.stack(wanted)).abs().max()))
     assert errors[0] > 0.1
     assert errors[1] < 2e-5
+
+
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_masks_of_any_strides(use_cache: bool) -> None:
+    model = redraw(ZayaForCausalLM(tiny_config()))
+    ids, mask = random_ids(2, 7), torch.ones(2, 7, dtype=torch.long)
+    mask[0, :3] = 0
+    wide = torch.ones(2, 14, dtype=torch.long)
+    wide[:, ::2] = mask
+    with torch.no_grad():
+        want = model(ids, attention_mask=mask, use_cache=use_cache).logits
+        for strided in (mask.T.contiguous().T, wide[:, ::2]):
+            assert not strided.is_contiguous()
+            got = model(ids, attention_mask=strided, use_cache=use_cache).logits
+            torch.testing.assert_close(got, want, atol=1e-6, rtol=0)

@@ -327,3 +327,18 @@ def test_an_optimiser_step_lowers_the_loss() -> None:
         optimiser.zero_grad()
     assert losses[-1] < losses[0] - 1.0
     assert [layer.mlp.gate.balancing_biases[-1].item() for layer in model.model.layers] == [-1.0] * 4
+
+
+def test_labels_that_do_not_fit_are_named() -> None:
+    """Labels of another shape but the right number would give a wrong loss without a word."""
+    model, ids = redraw(ZayaForCausalLM(tiny_config())), random_ids(2, 6)
+    for wrong in (ids.reshape(1, 12), ids.reshape(6, 2), ids[:, :5], ids.flatten()):
+        with pytest.raises(ValueError, match="labels have shape"):
+            model(ids, labels=wrong)
+    with pytest.raises(ValueError, match=r"labels have shape.*leave logits_to_keep out"):
+        model(ids, labels=ids, logits_to_keep=2)
+    with pytest.raises(ValueError, match="shift_labels have shape"):
+        model(ids, shift_labels=ids[:, 1:])
+    with pytest.raises(ValueError, match=r"labels have dtype torch.float32"):
+        model(ids, labels=ids.float())
+    assert torch.equal(model(ids, labels=ids.int()).loss, model(ids, labels=ids).loss)

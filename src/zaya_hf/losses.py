@@ -28,12 +28,22 @@ def causal_lm_loss(
 
     Returns:
         scalar; exactly 0, with zero gradients, when there is no target.
+
+    Raises:
+        ValueError: without labels, and for labels that are not one whole number per row and column of `logits`.
     """
-    if shift_labels is None:
-        if labels is None:
-            raise ValueError("causal_lm_loss needs labels or shift_labels.")
-        shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-    targets = shift_labels.reshape(-1).to(logits.device)
+    name, given = ("labels", labels) if shift_labels is None else ("shift_labels", shift_labels)
+    if given is None:
+        raise ValueError("causal_lm_loss needs labels or shift_labels.")
+    if given.shape != logits.shape[:-1]:
+        raise ValueError(
+            f"{name} have shape {list(given.shape)}, but there are logits for {list(logits.shape[:-1])}; they need the "
+            "same rows and tokens, so leave logits_to_keep out when there are labels."
+        )
+    if given.is_floating_point() or given.dtype == torch.bool:
+        raise ValueError(f"{name} have dtype {given.dtype}; expected int64 or int32.")
+    targets = F.pad(given, (0, 1), value=ignore_index)[..., 1:] if shift_labels is None else given
+    targets = targets.reshape(-1).to(logits.device, torch.long)
     total = F.cross_entropy(
         promote(logits).reshape(-1, vocab_size), targets, ignore_index=ignore_index, reduction="sum"
     )

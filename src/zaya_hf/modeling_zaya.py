@@ -307,8 +307,8 @@ def initial_balancing_biases(num_experts: int) -> Tensor:
 
 
 @use_experts_implementation
-class ZayaExperts(nn.Module):
-    """Expert weights as two 3-D parameters. The decorator adds transformers' own implementations; this is "eager"."""
+class ZayaExpertWeights(nn.Module):
+    """Two 3-D parameters. The decorator makes `forward` whichever implementation the config names; "eager" is ours."""
 
     def __init__(self, config: ZayaConfig):
         super().__init__()
@@ -319,9 +319,47 @@ class ZayaExperts(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(config.num_experts, config.hidden_size, config.moe_intermediate_size))
         self.act_fn = ACT2FN[config.hidden_act]
 
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    def eager(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """``[N, hidden_size]``; slots ``[N, 1]``, where num_experts means none; weights ``[N, 1]``."""
         slots, weights = top_k_index[:, 0], top_k_weights[:, 0]
         return ops.experts(hidden_states, slots, weights, self.gate_up_proj, self.down_proj, self.act_fn)
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        return self.eager(hidden_states, top_k_index, top_k_weights)
+
+
+class ZayaExperts(ZayaExpertWeights):
+    """Runs the chosen implementation where it can, and ours where it cannot."""
+
+    config: ZayaConfig
+
+    def __init__(self, config: ZayaConfig):
+        super().__init__(config)
+        # The skip slot's index is num_experts. The library's implementations leave it out when told that it can occur.
+        self._is_expert_parallel = True
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        implementation = self.config._experts_implementation
+        if hidden_states.shape[0] == 0:  # not every implementation takes an empty input
+            return self.eager(hidden_states, top_k_index, top_k_weights)
+        if is_tracing(hidden_states):
+            return super().forward(hidden_states, top_k_index, top_k_weights)
+        if implementation == "grouped_mm" and not self._grouped_mm_takes(hidden_states.dtype):
+            return self.eager(hidden_states, top_k_index, top_k_weights)
+        if implementation == "batched_mm" and hidden_states.device.type == "cpu":
+            # It has no way to leave a row out, so leave it out for it where looking costs nothing.
+            rows = (top_k_index[:, 0] < self.num_experts).nonzero()[:, 0]
+            if rows.numel() == 0:
+                return self.eager(hidden_states, top_k_index, top_k_weights)
+            if rows.numel() < hidden_states.shape[0]:
+                kept = super().forward(hidden_states[rows], top_k_index[rows], top_k_weights[rows])
+                return torch.zeros_like(hidden_states).index_copy(0, rows, kept)
+        return super().forward(hidden_states, top_k_index, top_k_weights)
+
+    def _grouped_mm_takes(self, dtype: torch.dtype) -> bool:
+        """torch's grouped product knows no float64, and wants rows of a multiple of 16 bytes."""
+        widths = (self.gate_up_proj.shape[-1], self.down_proj.shape[-1])
+        return dtype != torch.float64 and all(width * dtype.itemsize % 16 == 0 for width in widths)
 
 
 class ZayaSparseMoeBlock(nn.Module):
@@ -332,38 +370,17 @@ class ZayaSparseMoeBlock(nn.Module):
         self.config = config
         self.gate = ZayaRouter(config, layer_idx)
         self.experts = ZayaExperts(config)
-        # The skip slot's index is num_experts. The library's implementations leave it out when told that it can occur.
-        self.experts._is_expert_parallel = True  # type: ignore[assignment]
 
     def forward(self, x: Tensor, router_state: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Output ``[B, S, hidden_size]``, router state, router logits ``[B S, E + 1]``, slots ``[B, S]``."""
         logits, slots, weights, router_state = self.gate(x, router_state)
         flat = x.flatten(0, 1)
         weights = weights.to(flat.dtype)
-        output = self._run_experts(flat, slots, weights)
+        output = self.experts(flat, slots[:, None], weights[:, None])
         if self.config.skip_expert == "identity":
             skipped = (slots == self.config.num_experts)[:, None]
             output = torch.where(skipped, flat * weights[:, None], output)
         return output.view_as(x), router_state, logits, slots.view(x.shape[:-1])
-
-    def _run_experts(self, flat: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
-        implementation = self.config._experts_implementation
-        # Not every implementation takes an empty input, and torch has no grouped product in float64.
-        if flat.shape[0] == 0 or (implementation == "grouped_mm" and flat.dtype == torch.float64):
-            return ops.experts(
-                flat, slots, weights, self.experts.gate_up_proj, self.experts.down_proj, self.experts.act_fn
-            )
-        if implementation == "batched_mm" and flat.device.type == "cpu" and not is_tracing(flat):
-            # It has no way to leave a row out, so leave it out for it where looking costs nothing.
-            rows = (slots < self.config.num_experts).nonzero()[:, 0]
-            if rows.numel() == 0:
-                return ops.experts(
-                    flat, slots, weights, self.experts.gate_up_proj, self.experts.down_proj, self.experts.act_fn
-                )
-            if rows.numel() < slots.numel():
-                kept = self.experts(flat[rows], slots[rows, None], weights[rows, None])
-                return torch.zeros_like(flat).index_copy(0, rows, kept)
-        return self.experts(flat, slots[:, None], weights[:, None])
 
 
 # ----------------------------------------------------------------------------------------------------------- model
@@ -450,7 +467,7 @@ class ZayaPreTrainedModel(ZayaLoadingMixin, PreTrainedModel):  # type: ignore[mi
                 init.ones_(module.router_states_scale)
             biases = module.balancing_biases
             init.copy_(biases, initial_balancing_biases(biases.shape[0] - 1).to(biases.device))
-        elif isinstance(module, ZayaExperts):
+        elif isinstance(module, ZayaExpertWeights):
             init.normal_(module.gate_up_proj, mean=0.0, std=self.config.initializer_range)
             init.normal_(module.down_proj, mean=0.0, std=self.config.initializer_range)
 
@@ -586,6 +603,21 @@ class ZayaModel(ZayaPreTrainedModel):
         return output
 
 
+class ZayaLMHead(nn.Linear):
+    """The head's product; in fp32 or wider with `fp32_logits`."""
+
+    def __init__(self, config: ZayaConfig):
+        super().__init__(config.hidden_size, config.vocab_size, bias=config.lm_head_bias)
+        self.config = config
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        if not self.config.fp32_logits:
+            return super().forward(hidden_states)
+        wide = torch.promote_types(hidden_states.dtype, torch.float32)
+        bias = None if self.bias is None else self.bias.to(wide)
+        return nn.functional.linear(hidden_states.to(wide), self.weight.to(wide), bias)
+
+
 class ZayaForCausalLM(ZayaPreTrainedModel, ZayaGenerationMixin, GenerationMixin):  # type: ignore[misc]
     """`ZayaModel` with a language-model head.
 
@@ -601,7 +633,7 @@ class ZayaForCausalLM(ZayaPreTrainedModel, ZayaGenerationMixin, GenerationMixin)
         super().__init__(config)
         self.model = ZayaModel(config)
         self.vocab_size = config.vocab_size
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=config.lm_head_bias)
+        self.lm_head = ZayaLMHead(config)
         self.loss_function = causal_lm_loss
         self.post_init()
 
@@ -650,7 +682,7 @@ class ZayaForCausalLM(ZayaPreTrainedModel, ZayaGenerationMixin, GenerationMixin)
             return_dict=True,  # also if the config says otherwise
             **kwargs,
         )
-        logits = self._logits(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
+        logits = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
         loss = None
         if labels is not None:
             labels = without_boundary_targets(labels, outputs.segments)
@@ -667,9 +699,9 @@ class ZayaForCausalLM(ZayaPreTrainedModel, ZayaGenerationMixin, GenerationMixin)
             tokens_per_slot=outputs.tokens_per_slot,
         )
 
-    def _logits(self, hidden_states: Tensor) -> Tensor:
-        if not self.config.fp32_logits:
-            return self.lm_head(hidden_states)
-        wide = torch.promote_types(hidden_states.dtype, torch.float32)
-        bias = None if self.lm_head.bias is None else self.lm_head.bias.to(wide)
-        return nn.functional.linear(hidden_states.to(wide), self.lm_head.weight.to(wide), bias)
+    def _get_resized_lm_head(self, *args: Any, **kwargs: Any) -> nn.Linear:
+        """transformers builds a plain Linear of the new size; keep what ours does."""
+        resized = super()._get_resized_lm_head(*args, **kwargs)
+        resized.__class__ = ZayaLMHead
+        object.__setattr__(resized, "config", self.config)
+        return resized

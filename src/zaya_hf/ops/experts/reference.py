@@ -29,6 +29,8 @@ def experts(
         ``[N, D]`` in the dtype of `x`. Experts without tokens get gradients of exactly 0; so does all else if every
         token skips.
     """
+    if x.shape[0] == 0:
+        return _nothing(x, weights, gate_up_proj, down_proj)
     num_experts = gate_up_proj.shape[0]
     order = slots.argsort(stable=True)
     counts = torch.bincount(slots, minlength=num_experts)[:num_experts].tolist()
@@ -42,6 +44,10 @@ def experts(
         gate, up = F.linear(x[rows], gate_up[expert]).chunk(2, dim=-1)
         parts.append(F.linear(act_fn(gate) * up, down[expert]) * weights[rows, None].to(x.dtype))
     if not parts:
-        # Empty slices keep everything in the graph, so that gradients are zeros and not missing.
-        return torch.zeros_like(x) + sum(t[:0].sum().to(x.dtype) for t in (x, weights, gate_up_proj, down_proj))
+        return _nothing(x, weights, gate_up_proj, down_proj)
     return torch.zeros_like(x).index_copy(0, order, torch.cat(parts).to(x.dtype))
+
+
+def _nothing(x: Tensor, *others: Tensor) -> Tensor:
+    """Zeros like `x`. Empty slices keep all inputs in the graph, so that their gradients are zeros and not missing."""
+    return torch.zeros_like(x) + sum(t[:0].sum().to(x.dtype) for t in (x, *others))
