@@ -2,9 +2,10 @@
 
     python benchmarks/correctness.py [--seed N]
 
-Both classes hold the same weights, every one drawn at random (`zaya_hf.testing.redraw`): 179,000 parameters, fp32,
-eager attention. The right value is the class's own run of the same tokens without padding, packing or cache. One JSON
-object goes to standard output: for every case the largest error of the logits per side, or the error that was raised.
+Both classes hold the same weights, every one drawn at random (`zaya_hf.testing.redraw`), in fp32 with eager attention.
+The right value is the class's own run of the same tokens without padding, packing or cache. One JSON object goes to
+standard output: for every case the largest error of a logit per side (or what the case says), or the error raised, and
+beside them the number of parameters and the root mean square of the logits, the scale of the errors.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -136,6 +138,7 @@ def distinct_biases_in_bf16(side: Side) -> float:
 
 
 def largest_key_of_a_fresh_model(side: Side) -> float:
+    torch.manual_seed(side.seed)
     model = (ZayaForCausalLM if side.name == "zaya_hf" else StockModel)(side.model().config)
     cache = DynamicCache(config=model.config)
     model(side.ids(1, 12), cache=cache, use_cache=True)
@@ -158,7 +161,7 @@ CASES: dict[str, tuple[str, Callable[[Side], float]]] = {
     "left_padded": ("error of a left-padded row", left_padded),
     "left_padded_4d": ("the same with a 4-D mask", lambda side: left_padded(side, four_dimensional=True)),
     "left_padded_bias": ("the same with attention_bias=True", lambda side: left_padded(side, attention_bias=True)),
-    "cropped": ("error after crop(-4) on a recording cache", cropped),
+    "cropped": ("error of the next token after crop(-4), with activate_past_recording()", cropped),
     "rows_repeated": ("error after batch_repeat_interleave(3)", rows_repeated),
     "bare_cache": ("error with DynamicCache()", bare_cache),
     "window_of_one": ("error of decoding with sliding_window=1", window_of_one),
@@ -176,21 +179,31 @@ def measure(case: Callable[[Side], float], side: Side) -> Measured:
     try:
         value = case(side)
     except Exception as reason:  # an error is a result here
-        return f"{type(reason).__name__}: {str(reason).splitlines()[0][:100] if str(reason) else ''}".strip()
+        return f"{type(reason).__name__}: {str(reason).splitlines()[0] if str(reason) else ''}".strip()
     return value if value == value else "nan"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of the weights and the tokens; default: %(default)s")
     seed = parser.parse_args().seed
     transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    warnings.simplefilter("ignore")  # that stock resets the skip bias, say, is a result here
     cases = {
         name: {"what": what} | {side: measure(case, Side(side, seed)) for side in SIDES}
         for name, (what, case) in CASES.items()
     }
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    print(json.dumps({"seed": seed, "versions": versions, "cases": cases}, indent=2))
+    model = Side("zaya_hf", seed).model()
+    with torch.no_grad():
+        logits = model(random_ids(2, 12, seed=seed)).logits
+    about = {
+        "seed": seed,
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "logit_rms": round(logits.square().mean().sqrt().item(), 2),
+    }
+    print(json.dumps(about | {"cases": cases}, indent=2))
 
 
 if __name__ == "__main__":

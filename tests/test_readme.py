@@ -8,8 +8,37 @@ from pathlib import Path
 
 import pytest
 
+from zaya_hf import ZayaForCausalLM
+from zaya_hf.quickstart.bpe import train_tokenizer
+from zaya_hf.testing import tiny_config
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A saved model with a tokenizer, as the quickstart leaves one."""
+    path = tmp_path_factory.mktemp("readme") / "model"
+    tokenizer = train_tokenizer([README] * 4, 400)
+    ends = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}
+    ZayaForCausalLM(tiny_config(vocab_size=len(tokenizer), **ends)).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+CODE = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+@pytest.mark.parametrize("code", CODE, ids=lambda code: code.splitlines()[0][:40])
+def test_the_python_examples_run(code: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "runs/quickstart/model" in code
+    exec(compile(code.replace("runs/quickstart/model", str(folder)), "README.md", "exec"), {"__name__": "readme"})
+    assert capsys.readouterr().out.strip()
+
+
+def test_there_are_python_examples() -> None:
+    assert len(CODE) == README.count("```python") >= 2
 
 
 def named_tests() -> list[str]:
