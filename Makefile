@@ -12,7 +12,11 @@ endif
 PYTEST_ARGS ?=
 QUICKSTART_ARGS ?=
 
-STAMP := $(VENV)/.installed-$(EXTRAS)
+comma := ,
+space := $() $()
+# "dev, train" and "dev train" mean dev,train: a name with spaces would be two targets.
+EXTRAS_LIST := $(subst $(space),$(comma),$(strip $(subst $(comma),$(space),$(EXTRAS))))
+STAMP := $(VENV)/.installed-$(EXTRAS_LIST)
 # One thread per process: two test processes on two cores, and figures that do not depend on the machine's core count.
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
@@ -22,15 +26,15 @@ TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-install: $(STAMP)  ## install torch, zaya_hf (editable) and the extras EXTRAS=dev into VENV=.venv
+install: $(STAMP)  ## install torch, zaya_hf (editable) and the extras EXTRAS=dev (or dev,train ...) into VENV=.venv
 
 $(STAMP): pyproject.toml
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(PIP_INSTALL) $(TORCH)
-	$(PIP_INSTALL) --editable ".[$(EXTRAS)]"
+	$(PIP_INSTALL) --editable ".[$(EXTRAS_LIST)]"
 	touch $@
 
-quickstart: $(STAMP)  ## train a tiny model for about a minute, save it, load it with and without zaya_hf, generate
+quickstart: $(STAMP)  ## train a tiny model (one to two minutes on one core), save it, load it with and without zaya_hf, generate
 	$(VENV)/bin/zaya quickstart $(QUICKSTART_ARGS)
 
 test: $(STAMP)  ## the tests that need neither GPU nor network (PYTEST_ARGS adds to the command)

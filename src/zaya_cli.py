@@ -3,8 +3,8 @@
 It stands outside the package because importing anything inside it runs `zaya_hf/__init__.py`, which registers classes
 with transformers and so loads torch. `zaya --help`, `zaya --version` and a misspelt option answer without that wait.
 
-Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted by Ctrl-C. Errors are one line on standard error;
-`--debug` or ZAYA_DEBUG=1 shows the traceback as well.
+Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted by Ctrl-C, 143 ended by SIGTERM. Errors and warnings are
+one line on standard error; `--debug` or ZAYA_DEBUG=1 shows the traceback of an error as well.
 """
 
 from __future__ import annotations
@@ -12,10 +12,15 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import signal
 import sys
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
 
 # command -> module whose `run(args) -> int` carries it out
 COMMANDS = {
@@ -26,6 +31,7 @@ COMMANDS = {
 # Commands that read nothing but files of this machine: libraries below them must not reach for the network either.
 OFFLINE = frozenset({"doctor", "generate", "quickstart"})
 INTERRUPTED = 130
+TERMINATED = 143  # 128 + SIGTERM, likewise
 BROKEN_PIPE = 141  # 128 + SIGPIPE, what a shell reports for a program that the signal ended
 
 
@@ -68,7 +74,9 @@ def build_parser() -> argparse.ArgumentParser:
         help="show the traceback of an error (or ZAYA_DEBUG=1)",
     )
     parser = argparse.ArgumentParser(
-        prog="zaya", description="ZAYA1 models in transformers: check, generate, train.", parents=[common]
+        prog="zaya",
+        description="ZAYA1 models in transformers: check an installation, generate text, try a tiny model.",
+        parents=[common],
     )
     parser.add_argument("--version", action="version", version=f"zaya_hf {version()}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
@@ -87,7 +95,9 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add_argument("path", type=Path, metavar="PATH", help="folder of a saved ZAYA model, any published layout")
     source = generate.add_mutually_exclusive_group()
     source.add_argument("--prompt", metavar="TEXT", help="the prompt; without it and --prompt-file, standard input")
-    source.add_argument("--prompt-file", type=Path, metavar="FILE", help="read the prompt from a UTF-8 file")
+    source.add_argument(
+        "--prompt-file", type=Path, metavar="FILE", help="read the prompt from a UTF-8 file, less a newline at its end"
+    )
     generate.add_argument("--max-new-tokens", type=_POSITIVE, metavar="N", help="default: 128, or what fits")
     generate.add_argument(
         "--temperature", type=_TEMPERATURE, metavar="T", help="0 is greedy; default: the folder's generation config"
@@ -111,7 +121,7 @@ def build_parser() -> argparse.ArgumentParser:
         parents=[common],
         help="train a tiny model on this machine's own Python text, save it, load it, generate",
         description="Train a tiny ZAYA model on text that every Python installation has, save it, and check that stock "
-        "transformers computes the same logits from the saved folder. Offline; about a minute on two CPU cores.",
+        "transformers computes the same logits from the saved folder. Offline; one to two minutes on one CPU core.",
     )
     quickstart.add_argument("--steps", type=_POSITIVE, default=600, metavar="N", help="default: %(default)s")
     quickstart.add_argument("--seed", type=_SEED, default=0, metavar="N", help="default: %(default)s")
@@ -129,6 +139,51 @@ def _one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM has arrived. Everything that is cleaned up after Ctrl-C is cleaned up after this."""
+
+
+@contextmanager
+def _sigterm_like_ctrl_c() -> Iterator[None]:
+    """SIGTERM raises `_Terminated` once. A process that ignores or handles the signal already keeps its own way."""
+
+    def stop(number: int, frame: FrameType | None) -> NoReturn:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not cut the cleaning short
+        raise _Terminated
+
+    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    try:
+        signal.signal(signal.SIGTERM, stop)
+    except ValueError:  # not the main thread: Python delivers no signals here
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+@contextmanager
+def _one_line_warnings(command: str) -> Iterator[None]:
+    """Warnings are shown like errors: one line, without a line of some module's source."""
+    before = warnings.formatwarning
+    warnings.formatwarning = lambda message, *_, **__: f"zaya {command}: warning: {' '.join(str(message).split())}\n"
+    try:
+        yield
+    finally:
+        warnings.formatwarning = before
+
+
+def _go_offline() -> None:
+    """No look-ups on the network, even where huggingface_hub, which reads the variable once, is imported already."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    constants: Any = sys.modules.get("huggingface_hub.constants")
+    if constants is not None:
+        constants.HF_HUB_OFFLINE = True
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. `argv` is the command line without the program's name."""
     parser = build_parser()
@@ -137,10 +192,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("generate: no prompt: give --prompt TEXT, --prompt-file FILE, or text on standard input")
     debug = getattr(args, "debug", False) or os.environ.get("ZAYA_DEBUG") == "1"
     if args.command in OFFLINE:
-        os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported
+        _go_offline()
     try:
-        code: int = importlib.import_module(COMMANDS[args.command]).run(args)
+        with _sigterm_like_ctrl_c(), _one_line_warnings(args.command):
+            code: int = importlib.import_module(COMMANDS[args.command]).run(args)
         sys.stdout.flush()
+    except _Terminated:
+        print(f"zaya {args.command}: terminated", file=sys.stderr)
+        return TERMINATED
     except KeyboardInterrupt:
         print(f"\nzaya {args.command}: interrupted", file=sys.stderr)
         return INTERRUPTED

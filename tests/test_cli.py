@@ -6,18 +6,24 @@ import io
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
+import warnings
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import zaya_cli
 import zaya_hf
+from original_checkpoints import original_config, original_tensors, write_checkpoint
 from zaya_hf import doctor, generation_cli, ops
 from zaya_hf.quickstart import bpe
 from zaya_hf.testing import redraw, tiny_config
@@ -117,6 +123,18 @@ class TestUsage:
         assert code == 2
         assert "no prompt" in err
 
+    def test_the_package_can_be_run(self, tmp_path: Path) -> None:
+        environment = os.environ | {"PYTHONPATH": str(SRC)}
+        command = [sys.executable, "-m", "zaya_hf", "generate", "/no/such", "--prompt", "x"]
+        done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+        assert (done.returncode, done.stdout) == (1, "")
+        assert done.stderr.startswith("zaya generate: error: no such folder: /no/such")
+
+    def test_commands_stay_offline_where_the_hub_is_imported_already(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(doctor, "run", lambda args: int(not huggingface_hub.is_offline_mode()))
+        assert zaya_cli.main(["doctor"]) == 0
+
     def test_every_command_can_be_imported(self) -> None:
         for module in zaya_cli.COMMANDS.values():
             assert callable(zaya_cli.importlib.import_module(module).run)
@@ -150,6 +168,60 @@ class TestErrors:
 
         monkeypatch.setattr(generation_cli, "run", interrupted)
         assert zaya(capsys, "generate", "x", "--prompt", "y") == (130, "", "\nzaya generate: interrupted\n")
+
+    def test_sigterm_is_143_and_one_line(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        cleaned = []
+
+        def terminated(args: object) -> int:
+            try:
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(10)
+            finally:
+                os.kill(os.getpid(), signal.SIGTERM)  # a second one does not cut this short
+                cleaned.append(True)
+            return 0
+
+        monkeypatch.setattr(generation_cli, "run", terminated)
+        before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        try:
+            assert zaya(capsys, "generate", "x", "--prompt", "y") == (143, "", "zaya generate: terminated\n")
+            assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        finally:
+            signal.signal(signal.SIGTERM, before)
+        assert cleaned
+
+    def test_another_handler_of_sigterm_stays(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        received: list[int] = []
+
+        def run(args: object) -> int:
+            os.kill(os.getpid(), signal.SIGTERM)
+            return 0
+
+        monkeypatch.setattr(generation_cli, "run", run)
+        before = signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
+        try:
+            assert zaya(capsys, "generate", "x", "--prompt", "y") == (0, "", "")
+        finally:
+            signal.signal(signal.SIGTERM, before)
+        assert received == [signal.SIGTERM]
+
+    def test_a_warning_is_one_line(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+        def run(args: object) -> int:
+            warnings.warn("look\nout", stacklevel=1)
+            return 0
+
+        monkeypatch.setattr(doctor, "run", run)
+        with warnings.catch_warnings():
+            # As Python shows it where nothing collects warnings, as pytest does.
+            monkeypatch.setattr(
+                warnings, "showwarning", lambda *w, **_: sys.stderr.write(warnings.formatwarning(*w[:4]))
+            )
+            warnings.simplefilter("always")
+            assert zaya(capsys, "doctor") == (0, "", "zaya doctor: warning: look out\n")
 
     def test_a_reader_that_goes_away_is_no_error(self) -> None:
         environment = os.environ | {"PYTHONPATH": str(SRC)}
@@ -224,8 +296,44 @@ class TestDoctor:
         assert report["extras"]["train"]["missing"] == ["datasets>=5.2 (not installed)"]
         assert report["extras"]["eval"]["missing"] == []
         text = doctor.describe(report)
-        assert 'lacks datasets>=5.2 (not installed): pip install "zaya_hf[train]"' in text
+        assert "optional extra train" in text
+        assert 'lacks datasets>=5.2 (not installed): pip install "datasets>=5.2"' in text
+        assert report["extras"]["eval"]["install"] is None
         assert "generate, quickstart: lack torch>=99 (2.13.0+cpu is installed)" in text
+
+    @pytest.mark.parametrize("kind", ["made by make", "made by make elsewhere", "other environment", "from an index"])
+    def test_an_extra_is_installed_the_way_zaya_hf_was(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+    ) -> None:
+        checkout = tmp_path / "check out"
+        venv = tmp_path / "venv" if kind == "made by make elsewhere" else checkout / ".venv"
+        venv.mkdir(parents=True)
+        checkout.mkdir(exist_ok=True)
+        (checkout / "Makefile").touch()
+        if kind != "other environment":
+            (venv / ".installed-dev").touch()
+        origin = json.dumps({"url": checkout.as_uri(), "dir_info": {"editable": True}})
+        about = SimpleNamespace(version="0", read_text=lambda name: None if kind == "from an index" else origin)
+        monkeypatch.setattr(metadata, "distribution", lambda name: about)
+        monkeypatch.setattr(metadata, "requires", lambda name: ['no_such_package>=5.2; extra == "train"'])
+        monkeypatch.setattr(sys, "prefix", str(venv))
+        _, extras = doctor._requirements()
+        assert (
+            extras["train"]["install"]
+            == {
+                "made by make": "make install EXTRAS=dev,train",
+                "made by make elsewhere": f"make install EXTRAS=dev,train VENV={venv}",
+                "other environment": 'pip install "no-such-package>=5.2"',
+                "from an index": 'pip install "no-such-package>=5.2"',
+            }[kind]
+        )
+
+    def test_the_makefile_takes_several_extras(self) -> None:
+        for extras in ("dev,train", "dev, train", "dev train"):
+            command = ["make", "-n", "install", f"EXTRAS={extras}", "VENV=/no/such", "PYTHON=python3"]
+            plan = subprocess.run(command, cwd=SRC.parent, capture_output=True, text=True, check=True).stdout
+            assert '--editable ".[dev,train]"' in plan
+            assert "touch /no/such/.installed-dev,train\n" in plan
 
     @pytest.mark.parametrize("version", ["2.13.0+rocm7.0", "2.14.0.dev20260101+cpu"])
     def test_local_and_nightly_builds_meet_the_bound(self, monkeypatch: pytest.MonkeyPatch, version: str) -> None:
@@ -292,13 +400,37 @@ class TestGenerate:
         options = ("--max-new-tokens", 6, "--temperature", 0)
         prompt = "naïve\n  x = 1\n"
         expected = generated(capsys, folder, "--prompt", prompt, *options)
+        assert expected["rendered_prompt"] is None
         file = tmp_path / "prompt.txt"
-        file.write_bytes(prompt.encode())
-        from_file = generated(capsys, folder, "--prompt-file", file, *options)
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(prompt.encode())))
-        from_stdin = generated(capsys, folder, *options)
-        for report in (from_file, from_stdin):
-            assert (report["prompt"], report["new_tokens"]) == (prompt, expected["new_tokens"])
+        for end in ("\n", "\r\n"):  # the last line's end, which is not the prompt's
+            data = (prompt + end).encode()
+            file.write_bytes(data)
+            from_file = generated(capsys, folder, "--prompt-file", file, *options)
+            monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+            from_stdin = generated(capsys, folder, *options)
+            for report in (from_file, from_stdin):
+                assert (report["prompt"], report["new_tokens"]) == (prompt, expected["new_tokens"])
+        file.write_bytes(b"x = 1\r")
+        assert generation_cli.read_prompt(None, file) == "x = 1\r"
+
+    def test_registration_does_not_matter(
+        self, capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path
+    ) -> None:
+        arguments = (folder, "--prompt", PROMPT, "--max-new-tokens", 6, "--temperature", 0)
+        expected = generated(capsys, *arguments)
+        # In the original layout, which transformers' own class cannot read at all.
+        model = zaya_hf.ZayaForCausalLM.from_pretrained(folder)
+        original = write_checkpoint(tmp_path / "original", original_tensors(model), original_config(model.config))
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(folder / name, original)
+        zaya_hf.unregister()
+        try:
+            report = generated(capsys, *arguments)
+            on_original = generated(capsys, original, *arguments[1:])
+        finally:
+            zaya_hf.register()
+        assert report["new_tokens"] == expected["new_tokens"]
+        assert len(on_original["new_tokens"]) == 6
 
     def test_chat_puts_the_prompt_into_the_template(self, capsys: pytest.CaptureFixture[str], copied: Path) -> None:
         tokenizer = AutoTokenizer.from_pretrained(copied)
@@ -312,6 +444,7 @@ class TestGenerate:
         written_out = generated(capsys, copied, "--prompt", "<user>hi<assistant>", *options)
         assert chat["new_tokens"] == written_out["new_tokens"]
         assert chat["prompt_tokens"] == written_out["prompt_tokens"]
+        assert (chat["prompt"], chat["rendered_prompt"]) == ("hi", "<user>hi<assistant>")
 
     def test_the_end_token_ends_the_text(self, capsys: pytest.CaptureFixture[str], copied: Path) -> None:
         options = ("--prompt", PROMPT, "--max-new-tokens", 10, "--temperature", 0)
@@ -354,9 +487,7 @@ class TestGenerateErrors:
             (["--prompt", "1" * 60, "--max-new-tokens", "5"], "--max-new-tokens can be at most 4"),
         ],
     )
-    def test_options(
-        self, capsys: pytest.CaptureFixture[str], folder: Path, options: list[str], said: str
-    ) -> None:
+    def test_options(self, capsys: pytest.CaptureFixture[str], folder: Path, options: list[str], said: str) -> None:
         assert said in error_line(capsys, "generate", folder, *options)
 
     def test_a_file_that_is_not_text(self, capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path) -> None:
@@ -385,4 +516,5 @@ class TestGenerateErrors:
     def test_another_kind_of_model(self, capsys: pytest.CaptureFixture[str], copied: Path) -> None:
         config = LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
         LlamaForCausalLM(config).save_pretrained(copied)
-        assert "holds a model of type 'llama'" in error_line(capsys, "generate", copied, "--prompt", "x")
+        error = error_line(capsys, "generate", copied, "--prompt", "x")
+        assert f"{copied}/config.json: ZayaConfig: model_type='llama' is wrong: only 'zaya'" in error

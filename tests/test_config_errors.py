@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import warnings
 
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.zaya.configuration_zaya import ZayaConfig as StockConfig
 
 from zaya_hf import ZayaConfig
@@ -79,8 +80,35 @@ REFUSED = [
     ({"torch_dtype": "half_precision"}, "torch_dtype='half_precision'"),
     ({"zaya_layers": ["a", 4]}, "zaya_layers=.*from_dict"),
     ({"ffn_hidden_size": 64}, "ffn_hidden_size=64.*from_dict"),
-    ({"per_layer_config": {0: {"num_experts": 8}}}, "per_layer_config"),
+    ({"per_layer_config": {0: {"num_experts": 8}}}, "per_layer_config.*all blocks have one shape"),
+    ({"to_dict": 3}, "to_dict=3.*used by the config class itself"),
+    ({"attribute_map": None}, "attribute_map=None.*used by the config class itself"),
 ]
+
+# Keys of any transformers config, each with values of a wrong kind; transformers itself checks none of them.
+ANYTHING = [True, 4, 4.5, float("nan"), "four", [], [1], {"a": 1}]
+RIGHT_KINDS = {
+    "architectures": ([],),
+    "attn_implementation": ("four",),
+    "base_model_tp_plan": ({"a": 1},),
+    "chunk_size_feed_forward": (4,),
+    "dtype": (),
+    "experts_implementation": ("four",),
+    "id2label": (),
+    "is_encoder_decoder": (True,),
+    "label2id": ({"a": 1},),
+    "name_or_path": ("four",),
+    "num_labels": (4,),
+    "output_attentions": (True,),
+    "output_hidden_states": (True,),
+    "per_layer_config": (),
+    "problem_type": (),
+    "quantization_config": ({"a": 1},),
+    "return_dict": (True,),
+    "tie_last_hidden_states": (True,),
+    "torch_dtype": (),
+    "transformers_version": ("four",),
+}
 
 
 @pytest.mark.parametrize(("changes", "message"), REFUSED, ids=[next(iter(c)) for c, _ in REFUSED])
@@ -90,6 +118,50 @@ def test_refused_with_one_line(changes, message):
     text = str(caught.value)
     assert "\n" not in text
     assert text.startswith("ZayaConfig: ")
+
+
+@pytest.mark.parametrize("key", RIGHT_KINDS)
+def test_wrong_kinds_are_refused_with_one_line(key):
+    for value in ANYTHING:
+        if any(value is right or (type(value) is type(right) and value == right) for right in RIGHT_KINDS[key]):
+            ZayaConfig(**{key: value})
+            continue
+        with pytest.raises(ValueError, match=rf"^ZayaConfig: {key}=.* is wrong: ") as caught:
+            ZayaConfig(**{key: value})
+        assert "\n" not in str(caught.value)
+    ZayaConfig(**{key: None})
+
+
+def test_every_field_of_any_config_has_a_checked_kind():
+    """A transformers version with another common field must not let values of any type through."""
+    assert {field.name for field in dataclasses.fields(PreTrainedConfig)} <= set(RIGHT_KINDS)
+
+
+def test_labels_and_a_config_that_is_no_object():
+    config = tiny_config(id2label={"0": "no", "1": "yes"}, label2id={"no": 0, "yes": 1}, num_labels=2)
+    assert (config.num_labels, config.id2label) == (2, {0: "no", 1: "yes"})
+    for id2label in ({"a": "no"}, {"0": 1}, {1.5: "no"}):
+        with pytest.raises(ValueError, match=r"id2label=.*from numbers to names"):
+            tiny_config(id2label=id2label)
+    for given, kind in (([], "a list"), (None, "null"), (3, "3"), ("x", '"x"')):
+        with pytest.raises(ValueError, match=f"ZayaConfig: a model config must be an object .dict., not {kind}"):
+            ZayaConfig.from_dict(given)
+
+
+def test_a_window_that_no_layer_uses_is_warned_about(tmp_path):
+    with pytest.warns(UserWarning, match=r'sliding_window=4 does nothing: no entry of layer_types is "hyb') as caught:
+        ZayaConfig(sliding_window=4)
+    assert [warning.filename for warning in caught] == [__file__]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ZayaConfig(sliding_window=None)
+        tiny_config(layer_types=["hybrid"] * 3 + ["hybrid_sliding"], sliding_window=4).save_pretrained(
+            tmp_path / "used"
+        )
+        ZayaConfig.from_pretrained(tmp_path / "used")
+        tiny_config().save_pretrained(tmp_path / "null")
+        assert '"sliding_window": null' in (tmp_path / "null" / "config.json").read_text()
+        ZayaConfig.from_pretrained(tmp_path / "null")
 
 
 def test_the_smallest_and_oddest_shapes_are_accepted():

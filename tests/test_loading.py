@@ -1,21 +1,21 @@
-"""Loading and saving the combined layout: what must fit, what is refused, and that nothing changes a value."""
+"""Loading the combined layout: what must fit, what is refused, and that nothing changes a value."""
 
 from __future__ import annotations
 
 import json
 import shutil
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
 import transformers.models.zaya.modeling_zaya as stock_zaya
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.zaya.configuration_zaya import ZayaConfig as StockConfig
 
 from original_checkpoints import original_config, original_tensors, write_checkpoint
+from saved_models import differing, edit_config, files, tiny_model
 from zaya_hf import ZayaConfig, ZayaForCausalLM, ZayaModel, ZayaPreTrainedModel
 from zaya_hf.testing import random_ids, redraw, tiny_config
 from zaya_hf.weight_files import LazyStack
@@ -27,17 +27,6 @@ def _no_stock_warning():
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*transformers' own zaya class.*")
         yield
-
-
-def tiny_model(seed=1, **changes):
-    return redraw(ZayaForCausalLM(tiny_config(**changes)), seed)
-
-
-def differing(one, other):
-    """Names of the tensors that are not bitwise equal in two models or state dicts."""
-    one, other = ({} | (m.state_dict() if isinstance(m, nn.Module) else m) for m in (one, other))
-    assert set(one) == set(other)
-    return [name for name in one if one[name].dtype != other[name].dtype or not torch.equal(one[name], other[name])]
 
 
 def logits(model, ids=None):
@@ -55,15 +44,6 @@ def edit(folder, change, file="model.safetensors"):
     tensors = load_file(folder / file)
     change(tensors)
     save_file(tensors, folder / file, metadata={"format": "pt"})
-
-
-def edit_config(folder, **changes):
-    values = json.loads((folder / "config.json").read_text()) | changes
-    (folder / "config.json").write_text(json.dumps(values))
-
-
-def files(folder):
-    return sorted(path.name for path in Path(folder).iterdir())
 
 
 # --- round trips ------------------------------------------------------------------------------------------------------
@@ -438,6 +418,85 @@ def test_other_formats_are_refused_with_the_way_out(tmp_path):
     assert "there is no folder" in load_error(tmp_path / "nowhere", error=FileNotFoundError)
 
 
+@pytest.mark.parametrize("text", ["[]", "null", "3", '"x"', "", "{", "{]"])
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors.index.json", "generation_config.json"])
+def test_a_file_that_holds_no_json_object_is_named(tmp_path, file, text):
+    tiny_model(num_hidden_layers=1).save_pretrained(tmp_path, max_shard_size="40KB")
+    (tmp_path / file).write_text(text)
+    message = load_error(tmp_path)
+    assert message.startswith(f"{tmp_path / file} is not a ")
+    assert "it must hold a JSON object, not" in message or "it is no whole JSON file" in message
+
+
+@pytest.mark.parametrize("weight_map", [[], None, {}, "x", 3, {"a": 3}, {"a": None}, {"a": ["b"]}])
+def test_a_weight_map_of_a_wrong_type_is_named(tmp_path, weight_map):
+    tiny_model(num_hidden_layers=1).save_pretrained(tmp_path, max_shard_size="40KB")
+    file = tmp_path / "model.safetensors.index.json"
+    file.write_text(json.dumps({"weight_map": weight_map}))
+    assert load_error(tmp_path).startswith(f"{file} is not a safetensors index: weight_map must be an object like")
+
+
+def test_broken_generation_settings_of_the_original_layout_are_named(tmp_path):
+    model = tiny_model(num_hidden_layers=1)
+    write_checkpoint(tmp_path, original_tensors(model), original_config(model.config), generation={"top_k": 7})
+    assert ZayaForCausalLM.from_pretrained(tmp_path).generation_config.top_k == 7
+    (tmp_path / "generation_config.json").write_text('{"top_k": 7')
+    assert "generation_config.json is not a generation config" in load_error(tmp_path)
+    # Neither is read where settings are given, or by a class that does not generate.
+    ZayaForCausalLM.from_pretrained(tmp_path, generation_config=model.generation_config)
+    ZayaModel.from_pretrained(tmp_path)
+
+
+def test_an_error_in_the_config_names_its_file(tmp_path):
+    tiny_model(num_hidden_layers=1).save_pretrained(tmp_path)
+    for changes, message in (
+        ({"dtype": [1]}, "ZayaConfig: dtype=[1] is wrong: it must be the name of a floating torch dtype"),
+        ({"num_experts": "4"}, "ZayaConfig: num_experts='4'"),
+        ({"output_hidden_states": "4"}, "ZayaConfig: output_hidden_states='4' is wrong: it must be true or false"),
+    ):
+        kept = (tmp_path / "config.json").read_text()
+        edit_config(tmp_path, **changes)
+        assert load_error(tmp_path).startswith(f"{tmp_path / 'config.json'}: {message}")
+        (tmp_path / "config.json").write_text(kept)
+
+
+def test_a_config_argument_that_is_no_place_is_refused(tmp_path):
+    tiny_model(num_hidden_layers=1).save_pretrained(tmp_path)
+    for config in (5, 1.5, True, [], {}, b"x"):
+        message = load_error(tmp_path, error=TypeError, config=config)
+        assert message == f"config={config!r}: give a ZayaConfig, or the folder or Hub id of one"
+    assert "config: there is no folder 'nofolder', and as a Hub id" in load_error(
+        tmp_path, error=OSError, config="nofolder"
+    )
+    assert "there is no folder 'nofolder', and as a Hub id" in load_error("nofolder", error=OSError)
+
+
+def test_an_adapter_config_of_a_wrong_type_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("zaya_hf.loading.is_peft_available", lambda: True)
+    for text in ("[]", '{"base_model_name_or_path": 3}', "{}"):
+        (tmp_path / "adapter_config.json").write_text(text)
+        assert load_error(tmp_path).startswith(str(tmp_path / "adapter_config.json"))
+
+
+def test_auto_classes_read_the_original_layout(tmp_path):
+    model = tiny_model(num_hidden_layers=2)
+    for dialect in ("A", "B"):
+        folder = tmp_path / dialect
+        changes = {} if dialect == "B" else {"layernorm_epsilon": model.config.rms_norm_eps}
+        write_checkpoint(folder, original_tensors(model, dialect), original_config(model.config, dialect, **changes))
+        config = AutoConfig.from_pretrained(folder)
+        assert (type(config), config.num_hidden_layers, config.head_dim) == (ZayaConfig, 2, 16)
+        loaded = AutoModelForCausalLM.from_pretrained(folder)
+        assert type(loaded) is ZayaForCausalLM
+        assert differing(loaded, model) == []
+        assert_same_logits(loaded, ZayaForCausalLM.from_pretrained(folder))
+    # The Auto classes ask for the type before anything of ours runs; our class reads the folder.
+    write_checkpoint(tmp_path / "C", original_tensors(model, "C"), original_config(model.config, "C"))
+    with pytest.raises(ValueError, match="smoe"):
+        AutoConfig.from_pretrained(tmp_path / "C")
+    assert differing(ZayaForCausalLM.from_pretrained(tmp_path / "C"), model) == []
+
+
 def test_an_adapter_is_checked_by_its_base(tmp_path, monkeypatch):
     monkeypatch.setattr("zaya_hf.loading.is_peft_available", lambda: True)
     base, adapter = tmp_path / "base", tmp_path / "adapter"
@@ -449,93 +508,6 @@ def test_an_adapter_is_checked_by_its_base(tmp_path, monkeypatch):
     assert f"{base}: tensors do not fit the config: missing: model.norm.weight" in load_error(adapter)
     write_checkpoint(base, original_tensors(model), original_config(model.config))
     assert "the base of an adapter, is in the original layout; convert it once" in load_error(adapter)
-
-
-# --- saving -----------------------------------------------------------------------------------------------------------
-
-
-def test_no_file_of_an_earlier_save_survives(tmp_path):
-    old, new = tiny_model(1), tiny_model(2)
-    old.save_pretrained(tmp_path, max_shard_size="40KB")
-    assert len(list(tmp_path.glob("model-*.safetensors"))) == 17
-    (tmp_path / "notes.txt").write_text("kept")
-    (tmp_path / "training.safetensors").write_text("kept")
-    new.save_pretrained(tmp_path)
-    common = ["config.json", "generation_config.json", "model.safetensors", "notes.txt", "training.safetensors"]
-    assert files(tmp_path) == common
-    assert differing(ZayaForCausalLM.from_pretrained(tmp_path), new) == []
-    # The other way round: a whole file would win over newer shards.
-    old.save_pretrained(tmp_path, max_shard_size="100KB")
-    assert "model.safetensors" not in files(tmp_path)
-    assert differing(ZayaForCausalLM.from_pretrained(tmp_path), old) == []
-    new.save_pretrained(tmp_path, max_shard_size="40KB")
-    assert len(list(tmp_path.glob("model-*.safetensors"))) == 17
-    assert differing(ZayaForCausalLM.from_pretrained(tmp_path), new) == []
-
-
-def test_variants_are_kept_apart(tmp_path):
-    plain, variant = tiny_model(1), tiny_model(2)
-    plain.save_pretrained(tmp_path, max_shard_size="40KB")
-    variant.save_pretrained(tmp_path, variant="other", max_shard_size="40KB")
-    variant.save_pretrained(tmp_path, variant="other")
-    assert not list(tmp_path.glob("model.other-*")) + list(tmp_path.glob("*index.other.json"))
-    assert differing(ZayaForCausalLM.from_pretrained(tmp_path), plain) == []
-    assert differing(ZayaForCausalLM.from_pretrained(tmp_path, variant="other"), variant) == []
-
-
-def test_saving_over_the_folder_that_a_model_was_loaded_from(tmp_path):
-    model = tiny_model()
-    model.save_pretrained(tmp_path)
-    loaded = ZayaForCausalLM.from_pretrained(tmp_path)
-    loaded.save_pretrained(tmp_path, max_shard_size="40KB")
-    assert differing(loaded, model) == []
-    assert differing(ZayaForCausalLM.from_pretrained(tmp_path), model) == []
-
-
-def test_a_failed_save_leaves_the_folder_as_it_was(tmp_path, monkeypatch):
-    model, other = tiny_model(1), tiny_model(2)
-    model.save_pretrained(tmp_path / "out", max_shard_size="40KB")
-    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
-
-    calls = []
-
-    def full_disk(*args, **kwargs):
-        calls.append(args)
-        if len(calls) == 3:
-            raise OSError("no space left")
-        return save_file(*args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr("transformers.modeling_utils.safe_save_file", full_disk)
-        with pytest.raises(OSError, match="no space left"):
-            other.save_pretrained(tmp_path / "out", max_shard_size="40KB")
-    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
-    other.config.num_experts = 0
-    with pytest.raises(ValueError, match="num_experts=0"):
-        other.save_pretrained(tmp_path / "new")
-    assert not (tmp_path / "new").exists()
-    (tmp_path / "file").write_text("")
-    with pytest.raises(NotADirectoryError):
-        model.save_pretrained(tmp_path / "file")
-
-
-def test_only_the_main_process_writes(tmp_path):
-    tiny_model(1).save_pretrained(tmp_path)
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    tiny_model(2).save_pretrained(tmp_path, is_main_process=False, max_shard_size="40KB")
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
-
-
-def test_push_happens_after_the_folder_is_complete(tmp_path, monkeypatch):
-    pushed = []
-
-    def push(self, repo_id, **kwargs):
-        pushed.append((repo_id, kwargs, files(tmp_path / "out")))
-
-    monkeypatch.setattr(ZayaForCausalLM, "push_to_hub", push)
-    tiny_model().save_pretrained(tmp_path / "out", push_to_hub=True, commit_message="first", token="secret")
-    arguments = {"commit_message": "first", "token": "secret", "max_shard_size": "50GB"}
-    assert pushed == [("out", arguments, ["config.json", "generation_config.json", "model.safetensors"])]
 
 
 # --- what transformers would compute differently ----------------------------------------------------------------------

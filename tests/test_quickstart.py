@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import importlib.util
 import json
 import math
 import os
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import time
+from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import SimpleNamespace
@@ -130,14 +134,12 @@ class TestTokenizer:
         assert (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id) == (0, 1, 1)
 
     def test_every_digit_is_a_token(self, tokenizer: PreTrainedTokenizerFast) -> None:
-        assert tokenizer.tokenize("x=2024 + 10") [2:] == ["2", "0", "2", "4", "Ġ+", "Ġ", "1", "0"]
+        assert [token for token in tokenizer.tokenize("x=2024 + 10") if token.isdigit()] == list("202410")
         entries = tokenizer.get_vocab()
         assert [entry for entry in entries if len(entry) > 1 and any(c.isdigit() for c in entry)] == []
 
     @given(text=st.text())
-    def test_any_text_comes_back_and_its_bytes_are_counted(
-        self, tokenizer: PreTrainedTokenizerFast, text: str
-    ) -> None:
+    def test_any_text_comes_back_and_its_bytes_are_counted(self, tokenizer: PreTrainedTokenizerFast, text: str) -> None:
         text = text.replace("<pad>", "").replace("<eos>", "")
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         assert tokenizer.decode(ids) == text
@@ -219,6 +221,16 @@ class TestTraining:
         assert losses(0) == losses(0)
         assert losses(0) != losses(1)
 
+    def test_steps_and_mean_loss_are_reported(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(train, "REPORT_EVERY", 2)
+        model = zaya_hf.ZayaForCausalLM(tiny_config(num_hidden_layers=1))
+        settings = train.Settings(steps=5, sequence_length=16, batch_size=2)
+        reported: list[tuple[int, float]] = []
+        losses = train.train(
+            model, torch.randint(3, 128, (500,)), settings, False, lambda *report: reported.append(report)
+        ).losses
+        assert reported == [(2, sum(losses[:2]) / 2), (4, sum(losses[2:4]) / 2)]
+
     def test_a_loss_that_is_not_finite_stops_the_run(self) -> None:
         model = zaya_hf.ZayaForCausalLM(tiny_config(num_hidden_layers=1))
         with torch.no_grad():
@@ -228,9 +240,14 @@ class TestTraining:
             train.train(model, torch.randint(3, 128, (500,)), settings, show_progress=False)
 
 
-def quickstart(*arguments: object) -> subprocess.CompletedProcess[str]:
+@dataclass(frozen=True)
+class FewWindows(train.Settings):
+    held_out_windows: int = 8
+
+
+def quickstart(*arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "zaya_cli", "quickstart", *(str(argument) for argument in arguments)]
-    return subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
+    return subprocess.run(command, env=environment() | variables, capture_output=True, text=True, check=False)
 
 
 def environment() -> dict[str, str]:
@@ -244,9 +261,27 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     out.mkdir()
     (out / "results.json").write_text(json.dumps({"made_by": "zaya quickstart"}))
     (out / "old").write_text("from the run before")
-    done = quickstart("--steps", STEPS, "--seed", 5, "--out", out)
+    # Registration is off: neither the command nor its fresh process with zaya_hf may depend on it.
+    done = quickstart("--steps", STEPS, "--seed", 5, "--out", out, ZAYA_HF_NO_REGISTER="1")
     assert (done.returncode, done.stderr) == (0, "")
     return out, done.stdout
+
+
+def leave_behind(parent: Path, name: str, files: tuple[str, ...] = ("results.json",)) -> Path:
+    """A folder of that name with the files of an earlier run."""
+    folder = parent / name
+    folder.mkdir()
+    for file in files:
+        (folder / file).write_text(json.dumps({"made_by": "zaya quickstart"}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def gone() -> int:
+    """The number of a process that has ended."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
 
 
 class TestCommand:
@@ -304,8 +339,106 @@ class TestCommand:
         out, printed = finished
         results = self.results(out)
         assert f"{results['bits_per_byte']['after']:.3f} after" in printed
-        assert printed.endswith(results["sample"] + "\n")
         assert results["sample"].startswith("def ")
+        assert 'sample     continues the prompt "def "; nonsense is expected' in printed
+        assert f"\n\n{results['sample']}\n\nnext  " in printed
+
+    def test_it_says_first_what_it_does_and_before_training_how_much(self, finished: tuple[Path, str]) -> None:
+        lines = finished[1].splitlines()
+        assert lines[0].startswith(f"quickstart trains a tiny ZAYA model for {STEPS} steps")
+        assert "one to two minutes on one CPU core" in lines[1]
+        assert f"training   {STEPS} steps of 1,024 tokens" in lines
+
+    def test_the_next_commands_work(self, finished: tuple[Path, str]) -> None:
+        out, printed = finished
+        generate, doctor = (line[11:] for line in printed.splitlines()[-2:])
+        assert generate.endswith(f'generate {out}/model --prompt "def "')
+        assert doctor.endswith("doctor")
+        done = subprocess.run(f"{generate} --max-new-tokens 3", shell=True, env=environment(), capture_output=True)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout
+
+    def test_the_command_is_the_one_beside_this_python(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        python = tmp_path / ".venv" / "bin" / "python"
+        python.parent.mkdir(parents=True)
+        monkeypatch.setattr(sys, "executable", str(python))
+        assert run._zaya_command() == f"{python} -m zaya_hf"
+        monkeypatch.chdir(tmp_path)
+        assert run._zaya_command() == ".venv/bin/python -m zaya_hf"
+        python.with_name("zaya").touch()
+        assert run._zaya_command() == ".venv/bin/zaya"
+
+    @pytest.mark.parametrize(("size", "bar"), [((24, 80), True), ((0, 0), False), ((24, 0), False), (None, False)])
+    def test_bars_are_for_terminals_that_have_a_size(
+        self, tmp_path: Path, size: tuple[int, int] | None, bar: bool
+    ) -> None:
+        if size is None:
+            with (tmp_path / "log").open("w") as stream:
+                assert run._draws_bars(stream) is bar
+            return
+        master, terminal = os.openpty()
+        with os.fdopen(master, "wb"), os.fdopen(terminal, "w") as stream:
+            fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", *size, 0, 0))
+            assert run._draws_bars(stream) is bar
+
+    def test_what_killed_runs_left_is_removed(self, tmp_path: Path, gone: int) -> None:
+        removed = [
+            leave_behind(tmp_path, f".out.{gone}", ("model", "ids.safetensors")),
+            leave_behind(tmp_path, f".out.{os.getpid()}", ()),
+            leave_behind(tmp_path, f".out.{gone}.old", ("results.json", "of the user")),
+        ]
+        kept = [
+            leave_behind(tmp_path, "out"),
+            leave_behind(tmp_path, f".out.{os.getppid()}"),  # a run that goes on
+            leave_behind(tmp_path, f".other.{gone}"),
+            leave_behind(tmp_path, f".out.{gone}.backup"),
+            leave_behind(tmp_path, f".out.0{gone}", ("thesis.tex",)),
+        ]
+        (tmp_path / f".out.00{gone}").write_text("a file")
+        run._sweep(tmp_path / "out")
+        assert not any(path.exists() for path in removed)
+        assert all(path.exists() for path in kept)
+        assert (tmp_path / f".out.00{gone}").exists()
+
+    def test_an_output_that_a_killed_run_had_moved_aside_comes_back(self, tmp_path: Path, gone: int) -> None:
+        leave_behind(tmp_path, f".out.{gone}.old")
+        run._sweep(tmp_path / "out")
+        assert [path.name for path in tmp_path.iterdir()] == ["out"]
+        assert run._is_our_output(tmp_path / "out")
+
+    def test_an_interrupted_replacement_leaves_the_old_output(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def rename(self: Path, target: Path) -> Path:
+            if self == new:
+                raise KeyboardInterrupt
+            return real(self, target)
+
+        out, new, real = leave_behind(tmp_path, "out"), leave_behind(tmp_path, ".out.1", ()), Path.rename
+        monkeypatch.setattr(Path, "rename", rename)
+        with pytest.raises(KeyboardInterrupt):
+            run._replace(out, new)
+        assert run._is_our_output(out)
+        assert not (tmp_path / ".out.1.old").exists()
+
+    def test_sigterm_leaves_nothing(
+        self, tmp_path: Path, gone: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        def make(folder: Path, *_: object, **__: object) -> None:
+            (folder / "model").mkdir()
+            assert [path.name for path in tmp_path.iterdir()] == [folder.name]  # the start has swept
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(10)
+
+        leave_behind(tmp_path, f".out.{gone}", ("model",))
+        monkeypatch.setattr(run, "_make", make)
+        before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        try:
+            assert zaya_cli.main(["quickstart", "--out", str(tmp_path / "out")]) == zaya_cli.TERMINATED == 143
+        finally:
+            signal.signal(signal.SIGTERM, before)
+        assert capsys.readouterr().err == "zaya quickstart: terminated\n"
+        assert list(tmp_path.iterdir()) == []
 
     def test_a_foreign_folder_is_not_touched(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (tmp_path / "thesis.tex").write_text("years of work")
@@ -325,7 +458,7 @@ class TestCommand:
 
         save = run._save
         monkeypatch.setattr(run, "_save", save_another)
-        monkeypatch.setattr(run, "Settings", lambda steps, seed: train.Settings(steps, seed, held_out_windows=8))
+        monkeypatch.setattr(run, "Settings", FewWindows)
         out = tmp_path / "out"
         assert zaya_cli.main(["quickstart", "--steps", "1", "--out", str(out)]) == 1
         error = capsys.readouterr().err

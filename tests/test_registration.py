@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import warnings
 from pathlib import Path
 
 import pytest
@@ -163,16 +164,42 @@ def test_three_entries_of_auto_tables_are_all_that_changes(saved):
     assert set(after) == INHERENT
 
 
-@pytest.mark.parametrize(("value", "ours"), [("1", False), ("0", True), ("", True), (None, True)])
+@pytest.mark.parametrize(
+    ("value", "ours"),
+    [
+        *((word, False) for word in ("1", "true", "True", "YES", "on", " 1 ")),
+        *((word, True) for word in ("0", "false", "No", "OFF", "", None)),
+    ],
+)
 def test_environment_variable_opts_out(registration, monkeypatch, value, ours):
     zaya_hf.unregister()
     if value is None:
         monkeypatch.delenv("ZAYA_HF_NO_REGISTER", raising=False)
     else:
         monkeypatch.setenv("ZAYA_HF_NO_REGISTER", value)
-    importlib.reload(zaya_hf)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        importlib.reload(zaya_hf)
     assert zaya_hf.is_registered() is ours
     assert type(AutoConfig.for_model("zaya")) is (ZayaConfig if ours else NativeConfig)
+
+
+def test_a_value_that_says_neither_is_named_once_in_one_line(registration, monkeypatch):
+    zaya_hf.unregister()
+    monkeypatch.setenv("ZAYA_HF_NO_REGISTER", "maybe")
+    said = r"^ZAYA_HF_NO_REGISTER='maybe' is ignored: 1, true, yes or on .*classes$"
+    with pytest.warns(UserWarning, match=said) as found:
+        importlib.reload(zaya_hf)
+    assert len(found) == 1
+    assert zaya_hf.is_registered()
+
+
+def test_outputs_are_exported():
+    model = ZayaForCausalLM(tiny_config(num_hidden_layers=1))
+    ids = random_ids(1, 3)
+    assert type(model(ids)) is zaya_hf.ZayaCausalLMOutput
+    assert type(model.model(ids)) is zaya_hf.ZayaModelOutput
+    assert {"ZayaCausalLMOutput", "ZayaModelOutput"} <= set(zaya_hf.__all__)
 
 
 # ------------------------------------------------------------------------------------------------------- Auto classes

@@ -1,16 +1,20 @@
 """ZAYA1 for transformers: model, loading of every published layout, generation and training."""
 
 import os as _os
+import warnings as _warnings
 
 from .configuration_zaya import ZayaConfig
 from .modeling_zaya import ZayaForCausalLM, ZayaModel, ZayaPreTrainedModel
+from .outputs import ZayaCausalLMOutput, ZayaModelOutput
 from .registration import is_registered, register, unregister
 
 __version__ = "0.1.0"
 __all__ = [
+    "ZayaCausalLMOutput",
     "ZayaConfig",
     "ZayaForCausalLM",
     "ZayaModel",
+    "ZayaModelOutput",
     "ZayaPreTrainedModel",
     "__version__",
     "is_registered",
@@ -18,5 +22,20 @@ __all__ = [
     "unregister",
 ]
 
-if _os.environ.get("ZAYA_HF_NO_REGISTER") != "1":
+
+def _opted_out() -> bool:
+    """Whether ZAYA_HF_NO_REGISTER says that importing must not register; warns about a value that says neither."""
+    value = _os.environ.get("ZAYA_HF_NO_REGISTER", "")
+    word = value.strip().lower()
+    if word in ("1", "true", "yes", "on"):
+        return True
+    if word not in ("", "0", "false", "no", "off"):
+        _warnings.warn(
+            f"ZAYA_HF_NO_REGISTER={value!r} is ignored: 1, true, yes or on keep zaya_hf from registering its classes",
+            stacklevel=3,  # the line that imports zaya_hf
+        )
+    return False
+
+
+if not _opted_out():
     register()

@@ -7,11 +7,11 @@ Field names and defaults are those of the combined-block layout (the one that `Z
 
 import copy
 import difflib
+import os
 import warnings
 from dataclasses import fields
 from typing import Any, ClassVar, TypeVar
 
-import torch
 from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassClassValidationError, StrictDataclassFieldValidationError
 from transformers import GenerationConfig, PreTrainedConfig
@@ -19,6 +19,7 @@ from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from .checkpoints.dialects import KNOWN_FIELDS, is_original_config, original_to_combined_config
+from .json_checks import json_kind, read_json_object, shadowing, wrong_kind
 
 LAYER_TYPES = ("hybrid", "hybrid_sliding")
 SKIP_EXPERT = ("zero", "identity")
@@ -173,11 +174,18 @@ class ZayaConfig(PreTrainedConfig):
             # JSON writes 0.0 as 0 in some tools, and transformers' own config takes nothing but a float.
             if getattr(self, name) is not None:
                 setattr(self, name, float(getattr(self, name)))
-        for name, dtype in (("dtype", self.dtype), ("torch_dtype", kwargs.get("torch_dtype"))):
-            if isinstance(dtype, str) and not isinstance(getattr(torch, dtype, None), torch.dtype):
-                raise _wrong(name, dtype, 'it must be the name of a torch dtype, e.g. "bfloat16"')
+        # null is "not given"; `use_return_dict` is an old name that transformers cannot set any more.
+        unset = ("num_labels",) if kwargs.get("num_labels") is None else ()
+        kwargs = {name: value for name, value in kwargs.items() if name not in ("use_return_dict", *unset)}
+        shared = {field.name: getattr(self, field.name) for field in fields(PreTrainedConfig)}
+        found = wrong_kind(shared | kwargs) or shadowing(type(self), kwargs)
+        if found is not None:
+            raise _wrong(*found)
         kwargs = self._read_rope(kwargs)
         self._warn_about_misspelt(kwargs)
+        if self.sliding_window and "hybrid_sliding" not in self.layer_types:
+            nothing = 'does nothing: no entry of layer_types is "hybrid_sliding"'
+            warnings.warn(f"ZayaConfig: sliding_window={self.sliding_window} {nothing}", stacklevel=4)
         super().__post_init__(**kwargs)
 
     # --- reading ---------------------------------------------------------------------------------------------------
@@ -207,7 +215,13 @@ class ZayaConfig(PreTrainedConfig):
         return cls._translate(config_dict), unused
 
     @classmethod
+    def _dict_from_json_file(cls, json_file: str | os.PathLike[str]) -> dict[str, Any]:
+        return read_json_object(json_file, "a model config")
+
+    @classmethod
     def _translate(cls, config_dict: dict[str, Any]) -> dict[str, Any]:
+        if not isinstance(config_dict, dict):
+            raise ValueError(f"ZayaConfig: a model config must be an object (dict), not {json_kind(config_dict)}")
         model_type = config_dict.get("model_type", cls.model_type)
         if model_type == "zaya1_vl":
             raise ValueError(

@@ -9,8 +9,13 @@ import argparse
 import json
 import os
 import platform
+import shlex
+import sys
 from importlib import metadata
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 import torch
 from packaging.requirements import Requirement
@@ -38,9 +43,9 @@ _PACKAGES = (
 )
 # What each extra is for; `dev` is for work on zaya_hf itself and not reported.
 _EXTRAS = {
-    "train": "training with accelerate, data sets",
-    "eval": "evaluation with lm-eval",
-    "kernels": "Triton kernels on a GPU",
+    "train": "accelerate, data sets and TensorBoard for training scripts of your own",
+    "eval": "lm-eval; no command uses it yet",
+    "kernels": "Triton; no operator uses it yet",
 }
 _ATTENTION_PROBES = {
     "flash_attention_2": import_utils.is_flash_attn_2_available,
@@ -155,12 +160,36 @@ def _requirements() -> tuple[list[str], dict[str, dict[str, Any]]]:
     extras = {}
     for extra, purpose in _EXTRAS.items():
         wanted = [r for r in requirements if r not in core and r.marker and r.marker.evaluate({"extra": extra})]
+        lacking = [requirement for requirement in wanted if _lacking(requirement)]
         extras[extra] = {
             "for": purpose,
-            "missing": [text for requirement in wanted for text in _lacking(requirement)],
-            "install": f'pip install "zaya_hf[{extra}]"',
+            "missing": [text for requirement in lacking for text in _lacking(requirement)],
+            "install": _install_command(extra, lacking) if lacking else None,
         }
     return [text for requirement in core for text in _lacking(requirement)], extras
+
+
+def _install_command(extra: str, lacking: list[Requirement]) -> str:
+    """What installs an extra here: `make install` where the checkout's Makefile made this environment, else pip with
+    the packages themselves, which is right wherever zaya_hf came from."""
+    checkout = _checkout()
+    if checkout is not None and (checkout / "Makefile").is_file() and any(Path(sys.prefix).glob(".installed-*")):
+        venv = Path(sys.prefix)
+        elsewhere = "" if venv.resolve() == (checkout / ".venv").resolve() else f" VENV={shlex.quote(str(venv))}"
+        return f"make install EXTRAS=dev,{extra}{elsewhere}"
+    packages = " ".join(f'"{canonicalize_name(r.name)}{r.specifier}"' for r in lacking)
+    return f"pip install {packages}"
+
+
+def _checkout() -> Path | None:
+    """The folder that zaya_hf is installed from as editable, or None."""
+    try:
+        origin = json.loads(metadata.distribution("zaya_hf").read_text("direct_url.json") or "{}")
+    except metadata.PackageNotFoundError:
+        return None
+    if not origin.get("dir_info", {}).get("editable"):
+        return None
+    return Path(url2pathname(urlsplit(origin["url"]).path))
 
 
 def _lacking(requirement: Requirement) -> list[str]:
@@ -223,7 +252,7 @@ def _command_lines(report: dict[str, Any]) -> list[str]:
     lines = [f"generate, quickstart: {'lack ' + ', '.join(missing) if missing else 'ready'}"]
     for extra, about in report["extras"].items():
         state = f"lacks {', '.join(about['missing'])}: {about['install']}" if about["missing"] else "installed"
-        lines.append(f"extra {extra} ({about['for']}): {state}")
+        lines.append(f"optional extra {extra} ({about['for']}): {state}")
     if not report["extras"]:
         lines.append("extras unknown: zaya_hf runs from a source tree that is not installed")
     return lines

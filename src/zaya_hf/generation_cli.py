@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, TextStreamer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, TextStreamer
 from transformers.utils import logging as transformers_logging
 
 from zaya_hf.configuration_zaya import ZayaConfig
@@ -36,18 +36,18 @@ def run(args: argparse.Namespace) -> int:
     on_terminal = sys.stderr.isatty()
     if not on_terminal:
         transformers_logging.disable_progress_bar()
-    config = AutoConfig.from_pretrained(args.path)
-    if not isinstance(config, ZayaConfig):
-        raise ValueError(f"{args.path} holds a model of type {config.model_type!r}; zaya generate runs ZAYA models")
-    tokenizer = AutoTokenizer.from_pretrained(args.path)
-    inputs = encode(tokenizer, prompt, args.chat, args.path)
+    config = read_config(args.path)
+    # With the config: the tokenizer must not look for one through classes that need not be registered.
+    tokenizer = AutoTokenizer.from_pretrained(args.path, config=config)
+    rendered = render_chat(tokenizer, prompt, args.path) if args.chat else None
+    inputs = encode(tokenizer, prompt, rendered)
     options["max_new_tokens"] = new_token_limit(
         inputs["input_ids"].shape[1], args.max_new_tokens, config.max_position_embeddings
     )
     if on_terminal:
         print(f"loading {args.path} on {device} ...", file=sys.stderr)
     dtype = args.dtype if args.dtype == "auto" else getattr(torch, args.dtype)
-    loaded: Any = AutoModelForCausalLM.from_pretrained(args.path, dtype=dtype)
+    loaded: Any = ZayaForCausalLM.from_pretrained(args.path, dtype=dtype)
     model: ZayaForCausalLM = loaded.to(device).eval()
 
     beams = options.get("num_beams", model.generation_config.num_beams) or 1
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     new_tokens = output[0, inputs["input_ids"].shape[1] :].tolist()
     text = str(tokenizer.decode(new_tokens, skip_special_tokens=True))
     if args.json:
-        print(json.dumps(_report(args, model, prompt, text, inputs, new_tokens, seconds), ensure_ascii=False))
+        print(json.dumps(_report(args, model, prompt, rendered, text, inputs, new_tokens, seconds), ensure_ascii=False))
     elif not stream:
         print(text)
     if on_terminal:
@@ -80,8 +80,22 @@ def _check_folder(folder: Path) -> None:
         raise ValueError(f"no tokenizer in {folder}: put the model's tokenizer.json and tokenizer_config.json there")
 
 
+def read_config(folder: Path) -> ZayaConfig:
+    """The config of the folder, whichever class the Auto classes have for it.
+
+    Raises:
+        ValueError: it is of another kind of model, or wrong.
+    """
+    try:
+        config: ZayaConfig = ZayaConfig.from_pretrained(folder)
+    except ValueError as error:
+        raise ValueError(f"{folder / 'config.json'}: {error}") from None
+    return config
+
+
 def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
-    """The prompt from the option, the file, or else standard input.
+    """The prompt from the option, the file, or else standard input. Editors and `echo` end a text with a newline that
+    nobody typed for the model: of a file and of standard input the last one is left out.
 
     Raises:
         ValueError: it is empty or only white space, the file is not there, or the text is not UTF-8.
@@ -97,6 +111,7 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
             text = data.decode("utf-8")
         except UnicodeDecodeError as error:
             raise ValueError(f"{origin} is not UTF-8 text (byte {error.start})") from None
+        text = text.removesuffix("\n").removesuffix("\r") if text.endswith("\n") else text
     if not text.strip():
         raise ValueError(f"the prompt from {origin} is empty")
     return text
@@ -117,19 +132,28 @@ def pick_device(name: str | None) -> torch.device:
     return torch.device(name)
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, prompt: str, chat: bool, folder: Path) -> Any:
-    """The prompt as a batch of one: input_ids and attention_mask, int64 [1, tokens].
+def render_chat(tokenizer: PreTrainedTokenizerBase, prompt: str, folder: Path) -> str:
+    """The text that the chat template makes of the prompt as a user's turn.
 
     Raises:
-        ValueError: `chat` was asked for and the tokenizer has no chat template, or the prompt gives no token.
+        ValueError: the tokenizer has no chat template.
+    """
+    if not tokenizer.chat_template:
+        raise ValueError(f"the tokenizer in {folder} has no chat template: leave out --chat")
+    turns = [{"role": "user", "content": prompt}]
+    return str(tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False))
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, prompt: str, rendered: str | None) -> Any:
+    """The prompt, or the text that a chat template has made of it, as a batch of one: input_ids and attention_mask,
+    int64 [1, tokens].
+
+    Raises:
+        ValueError: the prompt gives no token.
     """
     inputs: Any
-    if chat:
-        if not tokenizer.chat_template:
-            raise ValueError(f"the tokenizer in {folder} has no chat template: leave out --chat")
-        inputs = tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt}], add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
+    if rendered is not None:
+        inputs = tokenizer(rendered, add_special_tokens=False, return_tensors="pt")  # the template wrote them
     else:
         inputs = tokenizer(prompt, return_tensors="pt")
     if inputs["input_ids"].shape[1] == 0:
@@ -183,6 +207,7 @@ def _report(
     args: argparse.Namespace,
     model: ZayaForCausalLM,
     prompt: str,
+    rendered: str | None,
     text: str,
     inputs: Any,
     new_tokens: list[int],
@@ -191,6 +216,7 @@ def _report(
     return {
         "path": str(args.path),
         "prompt": prompt,
+        "rendered_prompt": rendered,  # with --chat: what the tokenizer was given
         "text": text,
         "prompt_tokens": inputs["input_ids"].shape[1],
         "new_tokens": new_tokens,

@@ -6,7 +6,6 @@ In both cases the names and shapes in the files are compared with the model's be
 """
 
 import copy
-import json
 import os
 import warnings
 from collections.abc import Mapping
@@ -15,14 +14,15 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedConfig
-from transformers.utils import CONFIG_NAME, is_peft_available
-from transformers.utils.hub import resolve_revision
+from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, is_peft_available
+from transformers.utils.hub import cached_file, resolve_revision
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from .checkpoints.layouts import detect_layout
 from .configuration_zaya import ZayaConfig
+from .json_checks import read_json_object
 from .loading_checks import Matched, match_tensors
-from .saving import save_aside
+from .saving import check_target, save_aside, save_elsewhere
 from .stock import stock_differences
 from .weight_files import WeightFiles, check_exists, find_weight_files
 
@@ -48,9 +48,12 @@ class ZayaLoadingMixin:
         Takes what `PreTrainedModel.from_pretrained` takes and returns the same: the model in eval mode, or (model,
         info) with `output_loading_info=True`. A task head that the files do not have is initialised, with a warning
         that names it; head tensors that the class has no use for are dropped. Weights are read as safetensors only.
+        Folders of the original layout with `model_type` "zaya" also load through the Auto classes; those with "smoe"
+        through this method only, because the Auto classes look the type up before anything of ours is asked.
 
-        Raises: ValueError or FileNotFoundError, one line, naming what is missing, unknown, of a wrong shape or
-        contradictory: tensors, shards, a tie flag, a config field, a format that is not supported.
+        Raises: ValueError or OSError (FileNotFoundError), one line, naming what is missing, unknown, of a wrong type or
+        shape or contradictory: tensors, shards, a tie flag, a config field, a JSON file, a format that is not
+        supported. TypeError for a `config` that is neither a config nor a place.
         """
         stock: Any = super()
         if kwargs.get("gguf_file") is not None:
@@ -77,6 +80,8 @@ class ZayaLoadingMixin:
         config, kwargs = _read_config(source, config, download, kwargs)
         prequantised = _is_restorable(source, config)
         files = find_weight_files(source, download, kwargs.get("variant"))
+        if cls.can_generate() and kwargs.get("generation_config") is None:  # type: ignore[attr-defined]
+            _check_generation_config(source, download)
         reason = None if prequantised else files.quantised()
         if reason is not None:
             raise ValueError(f"{source} is quantised ({reason}); {_UNQUANTISED}")
@@ -119,8 +124,12 @@ class ZayaLoadingMixin:
         weight files that an earlier save left in the folder are removed, so that the next load reads these. Warns once
         per model with `stock_differences()` when transformers' own class would compute something else from the folder.
 
-        Raises: ValueError if the config has become invalid, NotADirectoryError if `save_directory` is a file; the
-        folder is as it was then.
+        Call it in all processes or in the main one alone: the others (`is_main_process=False`) do not touch the folder.
+        A save that is killed leaves the old model, the new one, or a folder that fails to load with the name of what is
+        missing, never a mix; `zaya_hf.saving` says how. That holds for whole models, not for adapter files.
+
+        Raises: ValueError if the config has become invalid, NotADirectoryError if `save_directory` is a file or a
+        dangling link or lies inside one; the folder is as it was then.
         """
         folder, stock, model = Path(save_directory), super(), self
         arguments = {"is_main_process": is_main_process, "state_dict": state_dict, "max_shard_size": max_shard_size}
@@ -166,17 +175,58 @@ def _read_config(
     if isinstance(config, PreTrainedConfig):
         # A copy: loading sets dtype, name and implementations on it.
         return ZayaConfig.from_native(copy.deepcopy(config)), rest
+    if not isinstance(config, str | os.PathLike | None):
+        raise TypeError(f"config={config!r}: give a ZayaConfig, or the folder or Hub id of one")
     place = source if config is None else str(config)
     check_exists(place)
     folder = Path(place, download.get("subfolder") or "")
+    where = str(folder / CONFIG_NAME) if Path(place).is_dir() else place
     if Path(place).is_dir() and not (folder / CONFIG_NAME).is_file():
-        raise FileNotFoundError(f"{folder} has no {CONFIG_NAME}")
+        raise FileNotFoundError(f"{folder} has no {CONFIG_NAME}{_interrupted(folder)}")
     # `dtype` is the loader's argument; as a config override it would also decide what "auto" means.
     held = {
         name: rest.pop(name) for name in ("dtype", "torch_dtype", "output_loading_info", *_DOWNLOAD) if name in rest
     }
-    loaded, unused = ZayaConfig.from_pretrained(place, return_unused_kwargs=True, **rest, **download)
+    try:
+        loaded, unused = ZayaConfig.from_pretrained(place, return_unused_kwargs=True, **rest, **download)
+    except ValueError as error:
+        if str(error).startswith(("ZayaConfig:", "original ZAYA config:")):
+            raise ValueError(f"{where}: {error}") from None
+        raise
+    except OSError as error:
+        if Path(place).exists():
+            raise
+        given = "" if config is None else "config: "
+        no_hub = f"as a Hub id it gives no {CONFIG_NAME}: {' '.join(str(error).split())}"
+        raise OSError(f"{given}there is no folder {place!r}, and {no_hub}") from error
     return loaded, {**unused, **held}
+
+
+def _interrupted(folder: Path) -> str:
+    """What to add to "there is no config.json" where a save was killed while the files changed over."""
+    if not folder.is_dir() or not (left := sorted(path.name for path in folder.glob(".saving-*"))):
+        return ""
+    return f"; a save into it did not finish (its files are in {left[0]}), so save the model again"
+
+
+def _check_generation_config(source: str, download: Mapping[str, Any]) -> None:
+    """Raise ValueError if there are generation settings that cannot be read: transformers would ignore them."""
+    if Path(source).is_dir():
+        file: Any = Path(source, download.get("subfolder") or "", GENERATION_CONFIG_NAME)
+    else:
+        file = cached_file(
+            source,
+            GENERATION_CONFIG_NAME,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+            **download,
+        )
+    if file is not None and Path(file).is_file():
+        settings = read_json_object(file, "a generation config (remove it to use the defaults)")
+        try:
+            GenerationConfig.from_dict(settings)
+        except (TypeError, ValueError, AttributeError) as error:
+            raise ValueError(f"{file} is not a generation config: {' '.join(str(error).split())}") from None
 
 
 def _is_restorable(source: str, config: ZayaConfig) -> bool:
@@ -198,7 +248,10 @@ def _base_of_adapter(source: str, download: Mapping[str, Any], kwargs: Mapping[s
     found = find_adapter_config_file(source, **download)
     if found is None:
         return None
-    return str(json.loads(Path(found).read_text(encoding="utf-8"))["base_model_name_or_path"])
+    base = read_json_object(found, "a PEFT adapter config").get("base_model_name_or_path")
+    if not isinstance(base, str):
+        raise ValueError(f"{found}: base_model_name_or_path={base!r}: it must be the folder or Hub id of a model")
+    return base
 
 
 def _match(
@@ -274,9 +327,12 @@ def _read_generation_config(model: Any, source: str, kwargs: Mapping[str, Any]) 
 
 def _save(stock: Any, model: Any, folder: Path, arguments: dict[str, Any]) -> None:
     model.config.validate()
+    check_target(folder)
     if getattr(model, "_hf_peft_config_loaded", False) or arguments.get("distributed_checkpoint"):
         # Adapter files only, or files that all processes write together: nothing here to be replaced.
         stock.save_pretrained(folder, **arguments)
+    elif not model.should_save_on_this_rank(arguments["is_main_process"]):
+        save_elsewhere(lambda private: stock.save_pretrained(private, **arguments))
     else:
         save_aside(folder, arguments["variant"], lambda aside: stock.save_pretrained(aside, **arguments))
     differences = stock_differences(model)

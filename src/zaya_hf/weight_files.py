@@ -4,7 +4,6 @@ Everything that can be wrong with the files themselves is reported here, before 
 index that does not fit its shards, a format that zaya_hf does not load.
 """
 
-import json
 import math
 import os
 from collections import Counter
@@ -18,6 +17,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
+
+from .json_checks import json_kind, read_json_object
 
 # safetensors names of the floating dtypes that a plain checkpoint is stored in
 FLOAT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -183,12 +184,14 @@ def _no_weights(source: str, folder: Path | None) -> Exception:
 
 
 def _read_index(index_file: str) -> dict[str, str]:
-    try:
-        index = json.loads(Path(index_file).read_text(encoding="utf-8"))
-        weight_map = index["weight_map"]
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
-        raise ValueError(f"{index_file} is not a safetensors index ({error!r})") from None
-    for shard in weight_map.values():
+    weight_map = read_json_object(index_file, "a safetensors index").get("weight_map")
+    right = 'weight_map must be an object like {"model.norm.weight": "model-00001-of-00002.safetensors"}'
+    if not isinstance(weight_map, dict) or not weight_map:
+        given = "an empty one" if weight_map == {} else json_kind(weight_map)
+        raise ValueError(f"{index_file} is not a safetensors index: {right}, not {given}")
+    for tensor, shard in weight_map.items():
+        if not isinstance(shard, str):
+            raise ValueError(f"{index_file} is not a safetensors index: {right}; {tensor} has {json_kind(shard)}")
         # A shard lies beside its index: an index must not point anywhere else on the disk.
         if Path(shard).name != shard:
             raise ValueError(f"{index_file} lists the shard {shard!r}, which is not a plain file name")

@@ -1,1 +1,1 @@
-"""`zaya quickstart`: a tiny ZAYA model from text to a saved folder, offline, on two CPU cores."""
+"""`zaya quickstart`: a tiny ZAYA model from text to a saved folder, offline, on one CPU core."""

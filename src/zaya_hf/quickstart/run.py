@@ -1,7 +1,7 @@
 """The steps of `zaya quickstart`, in order: text, tokenizer, training, saving, and loading in fresh processes.
 
-Everything is written to a folder beside the output folder, which it replaces at the end: an error or Ctrl-C leaves
-nothing behind.
+Everything is written to a folder beside the output folder, which it replaces at the end: an error, Ctrl-C or SIGTERM
+leaves nothing behind. What a killed process left is removed by the next run.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ import argparse
 import json
 import os
 import platform
+import re
+import shlex
 import shutil
 import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -37,19 +39,24 @@ _MAKER = "zaya quickstart"
 _THREADS = 1
 _PROMPT = "def "
 _COMPARED_WINDOWS = 8
+# Everything that a working folder holds at any time.
+_WORKING_FILES = frozenset({"model", "ids.safetensors", "logits.safetensors", "results.json"})
 
 
 def run(args: argparse.Namespace) -> int:
     """Carry out `zaya quickstart`; `args` has steps, seed and out. Returns the exit code."""
     settings = Settings(steps=args.steps, seed=args.seed)
     out: Path = args.out
-    _refuse_foreign_folder(out)
     working = out.with_name(f".{out.name}.{os.getpid()}")
-    working.mkdir(parents=True)
+    _sweep(out)
+    _refuse_foreign_folder(out)
+    _say("quickstart", f"trains a tiny ZAYA model for {settings.steps} steps, saves it to {out}/model, loads it again")
+    _say("", f"offline, one thread; the default of {Settings.steps} steps takes one to two minutes on one CPU core")
     threads_before = torch.get_num_threads()
     try:
+        working.mkdir(parents=True)
         torch.set_num_threads(_THREADS)
-        results = _make(working, settings, show_progress=sys.stderr.isatty())
+        results = _make(working, settings, show_progress=_draws_bars(sys.stderr))
         text = json.dumps(results, indent=2, ensure_ascii=False, allow_nan=False)
         (working / "results.json").write_text(text + "\n", encoding="utf-8")
         _replace(out, working)
@@ -57,7 +64,10 @@ def run(args: argparse.Namespace) -> int:
         torch.set_num_threads(threads_before)
         shutil.rmtree(working, ignore_errors=True)
     _say("saved", f"{out}/model, and all figures in {out}/results.json")
-    print(f"\n{results['sample']}")
+    _say("sample", f'continues the prompt "{_PROMPT}"; nonsense is expected of a model this small:')
+    print(f"\n{results['sample']}\n")
+    _say("next", f'{_zaya_command()} generate {shlex.quote(str(out / "model"))} --prompt "{_PROMPT}"')
+    _say("", f"{_zaya_command()} doctor")
     return 0
 
 
@@ -65,24 +75,83 @@ def _say(what: str, text: str) -> None:
     print(f"{what:<10} {text}", flush=True)
 
 
+def _draws_bars(stream: TextIO) -> bool:
+    """Whether a progress bar can be drawn: on a terminal, and not on one that says it has no columns or lines, as under
+    some build services."""
+    if not stream.isatty():
+        return False
+    size = os.get_terminal_size(stream.fileno())
+    return size.columns > 0 and size.lines > 0
+
+
+def _zaya_command() -> str:
+    """How a shell in this folder calls the `zaya` of this Python."""
+    python = Path(sys.executable)
+    script = next((path for path in (python.with_name("zaya"), python.with_name("zaya.exe")) if path.is_file()), None)
+    shown = python if script is None else script
+    if shown.is_relative_to(Path.cwd()):
+        shown = shown.relative_to(Path.cwd())
+    return shlex.quote(str(shown)) + (" -m zaya_hf" if script is None else "")
+
+
+def _sweep(out: Path) -> None:
+    """Remove what earlier runs for `out` left because they were killed; an output that one had moved aside comes back.
+
+    Only folders whose process is gone and that hold what a quickstart writes.
+    """
+    if os.name != "posix" or not out.parent.is_dir():  # elsewhere asking for a process by signal 0 may end it
+        return
+    ours = re.compile(rf"\.{re.escape(out.name)}\.(\d+)(\.old)?")
+    for path in out.parent.iterdir():
+        match = ours.fullmatch(path.name)
+        if match is None or path.is_symlink() or not path.is_dir() or _is_running(int(match[1])):
+            continue
+        if match[2] and not out.exists():
+            path.rename(out)
+        elif {child.name for child in path.iterdir()} <= _WORKING_FILES or _is_our_output(path):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_running(pid: int) -> bool:
+    """Whether a process other than this one has that number: this one has no folder yet when it asks."""
+    if pid == os.getpid():
+        return False
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:  # another user's
+        return True
+    return True
+
+
 def _refuse_foreign_folder(out: Path) -> None:
     """An existing folder is replaced only if an earlier quickstart made it."""
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
-    try:
-        made_here = json.loads((out / "results.json").read_text(encoding="utf-8"))["made_by"] == _MAKER
-    except (OSError, ValueError, KeyError, TypeError):
-        made_here = False
-    if not made_here:
+    if not _is_our_output(out):
         raise ValueError(f"{out} exists and is not the output of an earlier quickstart: give another --out")
+
+
+def _is_our_output(folder: Path) -> bool:
+    try:
+        made_by: str = json.loads((folder / "results.json").read_text(encoding="utf-8"))["made_by"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    return made_by == _MAKER
 
 
 def _replace(out: Path, new: Path) -> None:
     """Put `new` in the place of `out`; at no time is there a half-written folder of that name."""
     old = new.with_name(new.name + ".old")
-    if out.exists():
-        out.rename(old)
-    new.rename(out)
+    try:
+        if out.exists():
+            out.rename(old)
+        new.rename(out)
+    except BaseException:  # Ctrl-C between the two, too
+        if old.exists() and not out.exists():
+            old.rename(out)
+        raise
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -110,13 +179,18 @@ def _make(folder: Path, settings: Settings, show_progress: bool) -> dict[str, An
         "unigram": unigram_bits_per_byte(stream, windows, entry_bytes),
         "before": bits_per_byte(model, windows, entry_bytes),
     }
-    trained = train(model, stream, settings, show_progress)
+    step_tokens = settings.batch_size * settings.sequence_length
+    tokens = settings.steps * step_tokens
+    _say("training", f"{settings.steps} steps of {step_tokens:,} tokens")
+
+    def report(steps: int, loss: float) -> None:
+        _say("", f"{steps} of {settings.steps} steps, loss {loss:.3f}")
+
+    trained = train(model, stream, settings, show_progress, None if show_progress else report)
     held_out["after"] = bits_per_byte(model, windows, entry_bytes)
-    tokens = settings.steps * settings.batch_size * settings.sequence_length
     _say(
-        "training",
-        f"{settings.steps} steps, {tokens / 1e6:.2f} M tokens, {trained.seconds:.0f} s, "
-        f"{trained.tokens_per_second:,.0f} tokens/s",
+        "trained",
+        f"{tokens / 1e6:.2f} M tokens in {trained.seconds:.0f} s, {trained.tokens_per_second:,.0f} tokens/s",
     )
     _say(
         "held out",

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 from transformers import PreTrainedModel
+
+REPORT_EVERY = 100  # steps; some ten seconds
 
 
 @dataclass(frozen=True)
@@ -55,8 +58,22 @@ def learning_rate_factor(step: int, steps: int, warmup: int) -> float:
     return min(rising, falling)
 
 
-def train(model: PreTrainedModel, stream: torch.Tensor, settings: Settings, show_progress: bool) -> TrainingResult:
-    """Train `model` in place on random windows of `stream` (int64 [tokens]) for `settings.steps` steps."""
+def train(
+    model: PreTrainedModel,
+    stream: torch.Tensor,
+    settings: Settings,
+    show_progress: bool,
+    report: Callable[[int, float], None] | None = None,
+) -> TrainingResult:
+    """Train `model` in place on random windows of `stream` (int64 [tokens]) for `settings.steps` steps.
+
+    Args:
+        show_progress: draw a bar on standard error.
+        report: is given the steps done and their mean loss since its last call, every `REPORT_EVERY` steps.
+
+    Raises:
+        RuntimeError: the loss is not finite.
+    """
     generator = torch.Generator().manual_seed(settings.seed)
     length, batch = settings.sequence_length, settings.batch_size
     decayed = [p for p in model.parameters() if p.ndim >= 2]
@@ -85,6 +102,8 @@ def train(model: PreTrainedModel, stream: torch.Tensor, settings: Settings, show
             losses.append(loss.item())
             if not math.isfinite(losses[-1]):
                 raise RuntimeError(f"the loss is {losses[-1]} at step {len(losses)}: training diverged")
+            if report is not None and len(losses) % REPORT_EVERY == 0:
+                report(len(losses), sum(losses[-REPORT_EVERY:]) / REPORT_EVERY)
             progress.set_postfix(loss=f"{losses[-1]:.3f}", refresh=False)
             progress.update()
     seconds = time.perf_counter() - started
