@@ -47,6 +47,7 @@ fuzz: $(STAMP)  ## the random tests with a fresh seed (SEED=N repeats one) and m
 
 lint: $(STAMP)  ## ruff and mypy
 	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check --quiet .
 	$(VENV)/bin/mypy
 
 clean:  ## remove the environment, caches, builds and the quickstart's output

@@ -66,7 +66,6 @@ class ZayaResidualScaling(nn.Module):
         )
 
 
-# ------------------------------------------------------------------------------------------------------- attention
 class ZayaCCAConv(nn.Conv1d):
     """Weights of one of CCA's convolutions. Calling it gives them, so that hooks which load or gather them run."""
 
@@ -242,7 +241,6 @@ def eager_attention(
     return (weights @ value).transpose(1, 2).contiguous(), weights
 
 
-# ---------------------------------------------------------------------------------------------- mixture of experts
 class ZayaRouterMLP(nn.Module):
     """RMSNorm and three linear layers with GELU between them."""
 
@@ -269,7 +267,7 @@ class ZayaRouter(nn.Module):
         if layer_idx > 0:
             self.router_states_scale = nn.Parameter(torch.ones(config.router_hidden_size))
         self.router_mlp = ZayaRouterMLP(config)
-        self.balancing_biases = nn.Buffer(initial_balancing_biases(config.num_experts))
+        self.balancing_biases = nn.Buffer(ops.initial_balancing_biases(config.num_experts))
 
     def forward(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """
@@ -299,11 +297,6 @@ class ZayaRouter(nn.Module):
         """Biases of a narrower file become fp32, also where `load_state_dict(assign=True)` takes its tensors over."""
         super()._load_from_state_dict(*args, **kwargs)
         self._buffers["balancing_biases"] = self.balancing_biases.to(torch.float32)
-
-
-def initial_balancing_biases(num_experts: int) -> Tensor:
-    """``[E + 1]`` fp32: no preference among experts; the skip slot loses against each of them."""
-    return torch.cat([torch.zeros(num_experts), -torch.ones(1)]).to(torch.float32)
 
 
 @use_experts_implementation
@@ -383,7 +376,6 @@ class ZayaSparseMoeBlock(nn.Module):
         return output.view_as(x), router_state, logits, slots.view(x.shape[:-1])
 
 
-# ----------------------------------------------------------------------------------------------------------- model
 class ZayaDecoderLayer(GradientCheckpointingLayer):
     """Attention and experts, each between a norm and a scaled merge into the stream."""
 
@@ -466,7 +458,7 @@ class ZayaPreTrainedModel(ZayaLoadingMixin, PreTrainedModel):  # type: ignore[mi
             if hasattr(module, "router_states_scale"):
                 init.ones_(module.router_states_scale)
             biases = module.balancing_biases
-            init.copy_(biases, initial_balancing_biases(biases.shape[0] - 1).to(biases.device))
+            init.copy_(biases, ops.initial_balancing_biases(biases.shape[0] - 1).to(biases.device))
         elif isinstance(module, ZayaExpertWeights):
             init.normal_(module.gate_up_proj, mean=0.0, std=self.config.initializer_range)
             init.normal_(module.down_proj, mean=0.0, std=self.config.initializer_range)

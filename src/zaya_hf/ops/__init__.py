@@ -3,7 +3,7 @@
 from .cca_mix import SegmentStates, cca_mix, initial_states, next_states
 from .experts import experts
 from .residual_norm import residual_merge, rms_norm
-from .router import count_slots, select_slots
+from .router import count_slots, initial_balancing_biases, select_slots
 
 #: operators by name; the keys of `backends()`
 OPERATORS = ("cca_mix", "experts", "residual_norm", "router")
@@ -21,6 +21,7 @@ __all__ = [
     "cca_mix",
     "count_slots",
     "experts",
+    "initial_balancing_biases",
     "initial_states",
     "next_states",
     "residual_merge",

@@ -33,3 +33,8 @@ def count_slots(slots: Tensor, num_slots: int, real: Tensor | None = None) -> Te
     """
     ones = torch.ones_like(slots) if real is None else real.to(slots.dtype)
     return slots.new_zeros(num_slots).index_add(0, slots, ones)
+
+
+def initial_balancing_biases(num_experts: int) -> Tensor:
+    """``[E + 1]`` fp32: no preference among experts; the skip slot loses against each of them."""
+    return torch.cat([torch.zeros(num_experts), -torch.ones(1)]).to(torch.float32)
