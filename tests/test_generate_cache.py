@@ -9,7 +9,7 @@ import torch
 from transformers import DynamicCache, GenerationConfig, StaticCache
 
 from generated_texts import KINDS, OPEN_ENDED, greedy, model_of, padded
-from zaya_hf import ZayaForCausalLM
+from zaya_hf import ZayaForCausalLM, visibility
 from zaya_hf.testing import random_ids, tiny_config
 
 
@@ -184,3 +184,39 @@ def test_other_kinds_of_cache_are_one_clear_error(options):
     with pytest.raises(TypeError, match=r"cache of type .*Pass DynamicCache\(config=model.config\)") as error:
         model.generate(random_ids(1, 4), max_new_tokens=3, **options)
     assert "\n" not in str(error.value)
+
+
+@pytest.fixture
+def as_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values of masks and positions are read for prompts, where that pays, and never for a decoding step."""
+    monkeypatch.setattr(visibility, "is_free_to_read", lambda tensor: False)
+    monkeypatch.setattr(visibility, "_may_read", lambda tensor, length: length > 1)
+
+
+@pytest.mark.usefixtures("as_on_an_accelerator")
+@pytest.mark.parametrize("options", [{}, {"prefill_chunk_size": 2}, {"num_beams": 3}], ids=str)
+def test_unpadded_rows_stay_plain_where_reading_is_dear(model, options):
+    """Else every decoding step would build a mask, and a prompt one of its length squared."""
+    prompt = random_ids(1, 5)
+    result = model.generate(prompt, max_new_tokens=6, return_dict_in_generate=True, **options, **OPEN_ENDED)
+    history = result.cache.layers[0].history
+    assert (history.length, history.segments) == (10, None)
+    if "num_beams" not in options:
+        assert torch.equal(result.sequences[:, 5:], greedy(model, prompt, 6))
+
+
+@pytest.mark.usefixtures("as_on_an_accelerator")
+def test_positions_of_the_callers_are_used_where_reading_is_dear(model):
+    prompt = random_ids(1, 5)
+    options = {"max_new_tokens": 6, "return_dict_in_generate": True, **OPEN_ENDED}
+    result = model.generate(prompt, position_ids=torch.arange(7, 12)[None], **options)
+    assert result.cache.layers[0].history.positions.tolist() == [list(range(7, 17))]
+    assert torch.equal(result.sequences[:, 5:], greedy(model, prompt, 6))
+    # a cached prompt whose last token alone is fed, at a position that does not follow
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(prompt[:, :4], cache=cache)
+    jump = torch.tensor([[0, 1, 2, 3, 9]])
+    assert (
+        model.generate(prompt, cache=cache, position_ids=jump, **options).cache.layers[0].history.segments is not None
+    )

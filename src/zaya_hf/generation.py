@@ -146,10 +146,24 @@ class ZayaGenerationMixin:
     # transformers reads the signature of this method to learn whether prompts may be embeddings
     @functools.wraps(GenerationMixin.prepare_inputs_for_generation)
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """As in transformers; router records are kept only when the caller of `generate` asked for them."""
+        """As in transformers; router records are kept only when the caller of `generate` asked for them.
+
+        A decoding step whose rows are plain goes without positions: `generate` has counted them on from the cache, as
+        the model does, and reading them to find that out would stall an accelerator at every step.
+        """
         if kwargs.get("output_router_logits") is None:
             kwargs["output_router_logits"] = False
-        return super().prepare_inputs_for_generation(*args, **kwargs)  # type: ignore[misc]
+        inputs = super().prepare_inputs_for_generation(*args, **kwargs)  # type: ignore[misc]
+        positions = inputs.get("position_ids")
+        cache = inputs.get("cache")
+        if cache is None or positions is None or positions.shape[-1] != 1 or inputs.get("attention_mask") is not None:
+            return inputs
+        history = adopt(cache, self.config)  # type: ignore[attr-defined]
+        plain = history.length > 0 and history.segments is None
+        # Only the first positions can be the caller's own; they are looked at once.
+        if plain and (not kwargs.get("is_first_iteration") or bool((positions == history.length).all())):
+            del inputs["position_ids"]
+        return inputs
 
     @staticmethod
     def create_masks_for_generate(

@@ -187,6 +187,12 @@ def is_free_to_read(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and not is_tracing(tensor)
 
 
+def _may_read(tensor: Tensor, length: int) -> bool:
+    """Whether values may decide that nothing needs a mask. For a prompt or a training row one wait for the device costs
+    less than a ``[B, 1, S, L + S]`` mask and the attention kernels that take one; for a decoding step it does not."""
+    return is_free_to_read(tensor) or (length > 1 and tensor.device.type != "cpu" and not is_tracing(tensor))
+
+
 def _check_per_token(name: str, values: Tensor | None, shape: tuple[int, int]) -> Tensor | None:
     if values is None:
         return None
@@ -242,12 +248,11 @@ def _is_plain(
     history: RowHistory | None,
     shape: tuple[int, int],
 ) -> bool:
-    """Whether the general description would say nothing. Values are read only where that is free; elsewhere only absent
-    arguments count."""
+    """Whether the general description would say nothing. Where values may not be read, only absent arguments count."""
     if history is not None and history.segments is not None:
         return False
     given = [t for t in (mask_2d, position_ids, cu_seq_lens, seq_idx) if t is not None]
-    if not all(is_free_to_read(t) for t in given):
+    if not all(_may_read(t, shape[1]) for t in given):
         return False
     past = 0 if history is None else history.length
     says_nothing = mask_2d is None or bool(mask_2d.all())
