@@ -98,7 +98,7 @@ def document_masks(
 def document_mask(all_segments: Tensor | None, window: int | None) -> Callable[..., Tensor]:
     """Index-based mask function in transformers' sense: (batch, head, query, key) -> bool. Indices are absolute, cached
     tokens first. A window of n covers the query and the n - 1 real tokens before it."""
-    rank = None if all_segments is None or window is None else (all_segments != PADDING).long().cumsum(1)
+    rank = None if all_segments is None or window is None else _rank(all_segments)
 
     def may_attend(batch_idx: Tensor, head_idx: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         allowed = kv_idx <= q_idx
@@ -136,7 +136,7 @@ def given_masks(
         raise ValueError(f"a 4-D attention_mask needs attn_implementation 'eager' or 'sdpa', not {name!r}.")
     columns = torch.arange(mask.shape[3], device=mask.device)
     itself = columns == columns[past:, None]
-    rank = (all_segments != PADDING).long().cumsum(1)
+    rank = _rank(all_segments)
     masks: dict[str, Any] = {}
     for layer_type, (keys, first) in ranges.items():
         window = _window(config, layer_type)
@@ -178,6 +178,11 @@ def varlen_kwargs(config, segment: Tensor, past: int) -> dict[str, Any] | None:
     cumulative = torch.nn.functional.pad(edge.flatten().nonzero()[:, 0], (0, 1), value=segment.numel()).int()
     longest = int(cumulative.diff().max()) if cumulative.numel() > 1 else 0
     return {"cu_seq_lens_q": cumulative, "cu_seq_lens_k": cumulative, "max_length_q": longest, "max_length_k": longest}
+
+
+def _rank(all_segments: Tensor) -> Tensor:
+    """``[B, L + S]``: number of real tokens up to and with each one."""
+    return (all_segments != PADDING).long().cumsum(1)
 
 
 def _window(config, layer_type: str) -> int | None:

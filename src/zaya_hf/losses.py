@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from .ops.cca_mix.reference import promote
+from .ops.numerics import promote
 
 
 def causal_lm_loss(

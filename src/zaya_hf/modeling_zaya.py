@@ -30,6 +30,7 @@ from .configuration_zaya import ZayaConfig
 from .generation import ZayaGenerationMixin
 from .loading import ZayaLoadingMixin
 from .losses import causal_lm_loss
+from .ops.numerics import wide_dtype
 from .outputs import ZayaCausalLMOutput, ZayaModelOutput
 from .rotary import RotaryTables
 from .visibility import Visibility
@@ -235,8 +236,7 @@ def eager_attention(
     scores = query @ key.transpose(2, 3) * scaling
     if attention_mask is not None:
         scores = scores + attention_mask
-    wide = torch.promote_types(query.dtype, torch.float32)
-    weights = torch.softmax(scores, dim=-1, dtype=wide).to(query.dtype)
+    weights = torch.softmax(scores, dim=-1, dtype=wide_dtype(query.dtype)).to(query.dtype)
     weights = nn.functional.dropout(weights, p=dropout, training=module.training)
     return (weights @ value).transpose(1, 2).contiguous(), weights
 
@@ -381,7 +381,7 @@ class ZayaDecoderLayer(GradientCheckpointingLayer):
 
     def __init__(self, config: ZayaConfig, layer_idx: int):
         super().__init__()
-        self.stream_dtype = None if config.residual_in_fp32 else "activations"
+        self.residual_in_fp32 = config.residual_in_fp32
         self.input_layernorm = ZayaRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = ZayaAttention(config, layer_idx)
         self.post_attention_residual_scale = ZayaResidualScaling(config.hidden_size)
@@ -406,7 +406,7 @@ class ZayaDecoderLayer(GradientCheckpointingLayer):
         return hidden_states, router_state, logits, slots
 
     def _to_stream(self, merged: Tensor, output: Tensor) -> Tensor:
-        return merged if self.stream_dtype is None else merged.to(output.dtype)
+        return merged if self.residual_in_fp32 else merged.to(output.dtype)
 
 
 class ZayaPreTrainedModel(ZayaLoadingMixin, PreTrainedModel):  # type: ignore[misc]
@@ -605,7 +605,7 @@ class ZayaLMHead(nn.Linear):
     def forward(self, hidden_states: Tensor) -> Tensor:
         if not self.config.fp32_logits:
             return super().forward(hidden_states)
-        wide = torch.promote_types(hidden_states.dtype, torch.float32)
+        wide = wide_dtype(hidden_states.dtype)
         bias = None if self.bias is None else self.bias.to(wide)
         return nn.functional.linear(hidden_states.to(wide), self.weight.to(wide), bias)
 

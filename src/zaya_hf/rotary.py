@@ -7,6 +7,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils.import_utils import is_tracing
 
 from .configuration_zaya import ZayaConfig
+from .ops.numerics import wide_dtype
 
 
 class RotaryTables:
@@ -35,7 +36,7 @@ class RotaryTables:
         Args:
             position_ids: ``[B or 1, S]``.
         """
-        wide = torch.promote_types(dtype, torch.float32)
+        wide = wide_dtype(dtype)
         tables = {}
         for layer_type in self.layer_types:
             angles = position_ids[..., None].to(wide) * self.frequencies(layer_type, position_ids.device).to(wide)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from .configuration_zaya import ZayaConfig
+from .ops.numerics import promote, wide_dtype
 
 TINY: dict[str, Any] = {
     "vocab_size": 128,
@@ -134,7 +135,7 @@ def record_run(model: Any, *args: Any, **kwargs: Any) -> RecordedRun:
     logits: Tensor = output.logits
     per_layer = []
     for layer, router_logits in zip(model.get_decoder().layers, output.router_logits, strict=True):
-        wide = router_logits.detach().to(torch.promote_types(router_logits.dtype, torch.float32))
+        wide = promote(router_logits.detach())
         per_layer.append(torch.softmax(wide, dim=-1) + layer.mlp.gate.balancing_biases)
     biased = torch.stack(per_layer, dim=1).unflatten(0, logits.shape[:2])
     return RecordedRun(logits, biased)
@@ -171,7 +172,7 @@ def assert_equal_logits(
         raise AssertionError(f"logits have shape {tuple(got_logits.shape)}, expected {tuple(want_logits.shape)}")
     if got_logits.numel() == 0:
         return
-    wide = torch.promote_types(torch.promote_types(got_logits.dtype, want_logits.dtype), torch.float32)
+    wide = wide_dtype(torch.promote_types(got_logits.dtype, want_logits.dtype))
     expected = want_logits.detach().to(wide)
     error = (got_logits.detach().to(wide) - expected).abs()
     wrong = ~(error <= atol + rtol * expected.abs())

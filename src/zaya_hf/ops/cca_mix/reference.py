@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..numerics import promote
+
 
 @dataclass
 class SegmentStates:
@@ -31,11 +33,6 @@ class SegmentStates:
     value: Tensor
     index: Tensor | None = None
     valid: Tensor | None = None
-
-
-def promote(tensor: Tensor) -> Tensor:
-    """At least fp32; a float64 tensor stays float64."""
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def earlier_tokens(

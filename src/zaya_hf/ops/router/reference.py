@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..cca_mix.reference import promote
+from ..numerics import promote
 
 
 def select_slots(logits: Tensor, balancing_biases: Tensor) -> tuple[Tensor, Tensor]:
