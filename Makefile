@@ -34,7 +34,7 @@ $(STAMP): pyproject.toml
 	$(PIP_INSTALL) --editable ".[$(EXTRAS_LIST)]"
 	touch $@
 
-quickstart: $(STAMP)  ## train a tiny model (one to two minutes on one core), save it, load it with and without zaya_hf, generate
+quickstart: $(STAMP)  ## train, evaluate and compare five tiny models (about five minutes on two cores), write a report
 	$(VENV)/bin/zaya quickstart $(QUICKSTART_ARGS)
 
 test: $(STAMP)  ## the tests that need neither GPU nor network (PYTEST_ARGS adds to the command)

@@ -27,9 +27,12 @@ COMMANDS = {
     "doctor": "zaya_hf.doctor",
     "generate": "zaya_hf.generation_cli",
     "quickstart": "zaya_hf.quickstart.run",
+    "report": "zaya_hf.report_cli",
 }
 # Commands that read nothing but files of this machine: libraries below them must not reach for the network either.
-OFFLINE = frozenset({"doctor", "generate", "quickstart"})
+OFFLINE = frozenset({"doctor", "generate", "quickstart", "report"})
+# The five models of the quickstart; ours first.
+QUICKSTART_MODELS = ("zaya", "qwen3", "gemma3", "llama", "olmoe")
 INTERRUPTED = 130
 TERMINATED = 143  # 128 + SIGTERM, likewise
 BROKEN_PIPE = 141  # 128 + SIGPIPE, what a shell reports for a program that the signal ended
@@ -58,6 +61,17 @@ def _number(convert: Callable[[str], float], allowed: Callable[[float], bool], w
     return parse
 
 
+def _model_names(text: str) -> tuple[str, ...]:
+    """An argparse type: names of `QUICKSTART_MODELS`, separated by commas, each once."""
+    names = tuple(name.strip() for name in text.split(","))
+    unknown = [name for name in names if name not in QUICKSTART_MODELS]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(QUICKSTART_MODELS)}")
+    if len(set(names)) != len(names):
+        raise argparse.ArgumentTypeError(f"{text!r} names a model twice")
+    return names
+
+
 _POSITIVE = _number(int, lambda n: n >= 1, "a whole number from 1 up")
 _SEED = _number(int, lambda n: 0 <= n < 2**63, "a whole number from 0 up")
 _TEMPERATURE = _number(float, lambda t: 0 <= t < float("inf"), "a number from 0 up (0 means greedy)")
@@ -75,7 +89,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser = argparse.ArgumentParser(
         prog="zaya",
-        description="ZAYA1 models in transformers: check an installation, generate text, try a tiny model.",
+        description="ZAYA1 models in transformers: check an installation, generate text, train and compare small ones.",
         parents=[common],
     )
     parser.add_argument("--version", action="version", version=f"zaya_hf {version()}")
@@ -119,15 +133,36 @@ def build_parser() -> argparse.ArgumentParser:
     quickstart = commands.add_parser(
         "quickstart",
         parents=[common],
-        help="train a tiny model on this machine's own Python text, save it, load it, generate",
-        description="Train a tiny ZAYA model on text that every Python installation has, save it, and check that stock "
-        "transformers computes the same logits from the saved folder. Offline; one to two minutes on one CPU core.",
+        help="train a tiny ZAYA and four other models alike, evaluate and compare them, write a report",
+        description="Train a tiny ZAYA model and four others of its size (Qwen3, Gemma3, Llama, OLMoE) on text that "
+        "every Python installation has, evaluate them with lm-eval, write a report, and save ZAYA as a folder that "
+        "stock transformers loads. Offline; about five minutes on two CPU cores. Ctrl-C stops it, and the same command "
+        "goes on.",
     )
-    quickstart.add_argument("--steps", type=_POSITIVE, default=600, metavar="N", help="default: %(default)s")
-    quickstart.add_argument("--seed", type=_SEED, default=0, metavar="N", help="default: %(default)s")
+    quickstart.add_argument(
+        "--steps", type=_POSITIVE, default=800, metavar="N", help="of training, for each model; default: %(default)s"
+    )
+    quickstart.add_argument("--seed", type=_SEED, default=0, metavar="N", help="the first one; default: %(default)s")
+    quickstart.add_argument(
+        "--seeds", type=_POSITIVE, default=1, metavar="N", help="train each model with N seeds; default: %(default)s"
+    )
+    quickstart.add_argument(
+        "--only",
+        type=_model_names,
+        metavar="MODELS",
+        help=f"some of {','.join(QUICKSTART_MODELS)}, separated by commas; default: all",
+    )
     quickstart.add_argument(
         "--out", type=Path, default=Path("runs/quickstart"), metavar="FOLDER", help="default: %(default)s"
     )
+
+    report = commands.add_parser(
+        "report",
+        parents=[common],
+        help="build the report page of earlier results again",
+        description="Build report.html beside a results.json again, from its figures alone.",
+    )
+    report.add_argument("path", type=Path, metavar="PATH", help="folder of results, or its results.json")
     return parser
 
 

@@ -19,10 +19,19 @@ PACKAGE = SRC / "zaya_hf"
 # of that name and everything inside it; the longest name that fits counts. What is in no row is at the model's layer.
 # The two files of checkpoints/ in the first row are pure data and pure functions.
 LAYERS: list[set[str]] = [
-    {"ops", "configuration_zaya", "json_checks", "checkpoints.layouts", "checkpoints.dialects"},
+    {
+        "ops",
+        "configuration_zaya",
+        "json_checks",
+        "checkpoints.layouts",
+        "checkpoints.dialects",
+        "reporting",
+        "resources",
+    },
     {"modeling_zaya"},
     {"training", "evaluation", "checkpoints"},
-    {"hub", "quickstart", "doctor", "generation_cli"},
+    {"hub", "doctor", "generation_cli"},
+    {"quickstart", "report_cli"},
     {"__main__"},
 ]
 MODEL_LAYER = 1
@@ -31,6 +40,7 @@ CONFINED = {
     "triton": ("ops.*.triton",),
     "accelerate": ("training", "parallel"),
     "lm_eval": ("evaluation",),
+    "matplotlib": ("reporting",),
 }
 
 
@@ -106,6 +116,10 @@ def test_file_keeps_the_import_rules(path: Path) -> None:
         ("ops.router.op", "triton.language"),
         ("modeling_zaya", "accelerate"),
         ("quickstart.run", "lm_eval"),
+        ("quickstart.report", "matplotlib.figure"),
+        ("reporting.page", "zaya_hf.quickstart.report"),
+        ("evaluation.harness", "zaya_hf.hub.card"),
+        ("hub.card", "zaya_hf.quickstart.results"),
         ("doctor", "zaya_cli"),
         ("doctor", "zaya_hf.__main__"),
     ],
@@ -125,7 +139,9 @@ def test_the_rules_refuse(module: str, imported: str) -> None:
         ("training.loop", "accelerate.utils"),
         ("evaluation.scorer", "lm_eval.api.model"),
         ("hardware.plan", "zaya_hf.hardware.gemm"),
-        ("quickstart.run", "zaya_hf.training.loop"),
+        ("quickstart.jobs", "zaya_hf.training.loop"),
+        ("quickstart.pipeline", "zaya_hf.hub.card"),
+        ("hub.card", "zaya_hf.reporting.results"),
         ("__main__", "zaya_cli"),
     ],
 )

@@ -18,7 +18,17 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).resolve().parent.parent
 # One worker builds and installs for all tests here.
 pytestmark = pytest.mark.xdist_group("wheel")
-SOURCES = {path.relative_to(ROOT / "src").as_posix() for path in (ROOT / "src" / "zaya_hf").rglob("*.py")}
+
+
+def files(root: Path, *folders: str) -> set[str]:
+    """Names relative to `root` of all files in its `folders`."""
+    found = (path for folder in folders for path in (root / folder).rglob("*") if path.is_file())
+    return {path.relative_to(root).as_posix() for path in found if "__pycache__" not in path.parts}
+
+
+SOURCES = files(ROOT / "src", "zaya_hf")
+# Evaluation tasks and model cards: at the root of the repository, inside the package of a wheel.
+RESOURCES = files(ROOT, "eval", "model_cards")
 
 
 def run(*command: object, cwd: Path, **environment: str) -> str:
@@ -57,11 +67,14 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
-def test_the_wheel_has_every_source_file_and_no_other_package(wheel: Path) -> None:
+def test_the_wheel_has_every_source_file_and_resource_and_no_other_package(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
     code = {name for name in names if ".dist-info/" not in name}
-    assert code == SOURCES | {"zaya_hf/py.typed", "zaya_cli.py"}
+    assert "zaya_hf/py.typed" in SOURCES
+    assert {"eval/tasks/quickstart/group.yaml", "eval/tasks/quickstart/local_items.py"} <= RESOURCES
+    inside = {f"zaya_hf/_resources/{name}" for name in RESOURCES}
+    assert code == SOURCES | inside | {"zaya_cli.py"}
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
@@ -83,9 +96,9 @@ def test_the_sdist_can_be_built_and_tested_from(built: Path) -> None:
     (sdist,) = built.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         names = {name.split("/", 1)[1] for name in archive.getnames()}
-    wanted = {f"src/{name}" for name in SOURCES} | {"src/zaya_hf/py.typed", "src/zaya_cli.py", "pyproject.toml"}
+    wanted = {f"src/{name}" for name in SOURCES} | {"src/zaya_cli.py", "pyproject.toml"}
     wanted |= {"README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile", "tests/conftest.py"}
-    assert wanted <= names
+    assert wanted | RESOURCES <= names
     assert not any(part in name for name in names for part in ("__pycache__", ".venv", "runs/"))
 
 
@@ -95,6 +108,13 @@ def test_the_installed_package_is_imported_and_its_command_runs(installed: Path,
     assert Path(file).is_relative_to(installed)
     (command,) = (path for path in (installed / "bin").iterdir() if path.stem == "zaya")
     assert run(command, "--version", cwd=tmp_path, PYTHONPATH=str(installed)) == f"zaya_hf {version}\n"
+
+
+def test_the_installed_package_has_its_resources(installed: Path, tmp_path: Path) -> None:
+    code = 'from zaya_hf.resources import resource; print(resource("eval", "tasks", "quickstart", "bits.yaml"))'
+    found = Path(run(sys.executable, "-c", code, cwd=tmp_path, PYTHONPATH=str(installed)).strip())
+    assert found.is_relative_to(installed)
+    assert found.read_text() == (ROOT / "eval" / "tasks" / "quickstart" / "bits.yaml").read_text()
 
 
 def test_doctor_reads_the_extras_of_the_installed_package(installed: Path, tmp_path: Path) -> None:

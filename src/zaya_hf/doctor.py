@@ -40,11 +40,12 @@ _PACKAGES = (
     "accelerate",
     "datasets",
     "lm_eval",
+    "matplotlib",
 )
 # What each extra is for; `dev` is for work on zaya_hf itself and not reported.
 _EXTRAS = {
-    "train": "accelerate, data sets and TensorBoard for training scripts of your own",
-    "eval": "lm-eval; no command uses it yet",
+    "train": "accelerate: quickstart, and training scripts of your own",
+    "eval": "lm-eval and plots: quickstart and report",
     "kernels": "Triton; no operator uses it yet",
 }
 _ATTENTION_PROBES = {
@@ -249,7 +250,7 @@ def _operator_lines(report: dict[str, Any]) -> list[str]:
 
 def _command_lines(report: dict[str, Any]) -> list[str]:
     missing = report["core"]["missing"]
-    lines = [f"generate, quickstart: {'lack ' + ', '.join(missing) if missing else 'ready'}"]
+    lines = [f"generate: {'lacks ' + ', '.join(missing) if missing else 'ready'}"]
     for extra, about in report["extras"].items():
         state = f"lacks {', '.join(about['missing'])}: {about['install']}" if about["missing"] else "installed"
         lines.append(f"optional extra {extra} ({about['for']}): {state}")

@@ -1,1 +1,1 @@
-"""`zaya quickstart`: a tiny ZAYA model from text to a saved folder, offline, on one CPU core."""
+"""`zaya quickstart`: five tiny models from text to a report and a folder to publish, offline, on two CPU cores."""

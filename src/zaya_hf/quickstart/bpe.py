@@ -9,11 +9,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 PAD, EOS = "<pad>", "<eos>"
-_SAMPLE_BYTES = 1_500_000  # more changes the merges little and takes longer
+_SAMPLE = 1_500_000  # characters; more changes the merges little and takes longer
+_LARGEST_PART = 75_000  # characters of one text in the sample: the language reference must not outweigh all else
 
 
 def train_tokenizer(texts: Sequence[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Learn `vocab_size` entries from `texts`. Id 0 is pad; id 1 stands between documents, so it is eos and bos.
+    """Learn `vocab_size` entries from the beginning of `texts`, which should mix all that will be encoded.
+
+    Id 0 is pad; id 1 stands between documents, so it is eos and bos.
 
     Every byte has an entry, so any text is encoded without an unknown token and decoded to itself.
     """
@@ -30,10 +33,10 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int) -> PreTrainedTokenize
     )
     sample, size = [], 0
     for text in texts:
-        if size >= _SAMPLE_BYTES:
+        if size >= _SAMPLE:
             break
-        sample.append(text)
-        size += len(text)
+        sample.append(text[:_LARGEST_PART])
+        size += len(sample[-1])
     tokenizer.train_from_iterator(sample, trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,

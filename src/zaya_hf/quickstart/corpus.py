@@ -13,39 +13,70 @@ import sysconfig
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Literal
 
 # Left out: tests and generated data (repetitive), and packages that are not part of the library itself.
 _SKIPPED_PARTS = frozenset({"test", "tests", "site-packages", "dist-packages", "__pycache__", "encodings", "lib2to3"})
 # Big pure-Python dependencies of zaya_hf, in the order in which they are tried.
 _FALLBACK_PACKAGES = ("transformers", "torch", "numpy")
 _TOPICS = "pydoc_data/topics.py"  # the language reference, as one dict literal of texts
-_BYTES_PER_KIND = 2_500_000
-_ENOUGH = 200_000  # less than this of either kind is no corpus
-_HELD_OUT_SHARE = 0.1
+# Bytes of each kind; a file that crosses the line is taken as a whole.
+_BUDGETS = {"train": 2_250_000, "validation": 120_000, "held_out": 300_000}
+_HELD_OUT_SHARE = 0.1  # of the files
+_VALIDATION_SHARE = 0.05
+_ENOUGH = 200_000  # bytes; less than this of either kind is no corpus
+
+Kind = Literal["prose", "code"]
+
+
+@dataclass(frozen=True)
+class Document:
+    """The prose (docstrings, topics of the language reference) or the code of one file."""
+
+    kind: Kind
+    name: str  # of the file, relative to its root
+    text: str
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents for training and for evaluation. No file gives text to both."""
+    """Documents for training, for choosing learning rates, and for evaluation. No file gives text to two of them.
 
-    train: list[str]
-    held_out: list[str]
+    `train` is in an order that mixes kinds and subjects, so that any stretch of it is a sample.
+    """
+
+    train: list[Document]
+    validation: list[Document]
+    held_out: list[Document]
     origin: str  # "standard library" or the names of packages
-    sha256: str  # of all names and texts, in order
+    sha256: str  # of all kinds, names and texts
 
-    @property
-    def train_bytes(self) -> int:
-        return sum(len(text.encode()) for text in self.train)
+    def trains_on(self, text: str) -> bool:
+        """Whether `text` occurs in a training document, whatever its line breaks and indentation.
 
-    @property
-    def held_out_bytes(self) -> int:
-        return sum(len(text.encode()) for text in self.held_out)
+        Files copy from each other (licence headers, docstrings of sister functions), so that text of a held-out file
+        need not be unseen.
+        """
+        return " ".join(text.split()) in self._train_words
+
+    @cached_property
+    def _train_words(self) -> str:
+        return "\n".join(" ".join(document.text.split()) for document in self.train)
 
 
-def _unit_hash(text: str) -> float:
+def unit_hash(text: str) -> float:
     """A number in [0, 1) that depends on `text` alone: the same file has the same place on every machine."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") / 2**64
+
+
+def _split(name: str) -> str:
+    """The one split that gets the text of the file `name`."""
+    place = unit_hash(f"split:{name}")
+    if place < _HELD_OUT_SHARE:
+        return "held_out"
+    return "validation" if place >= 1 - _VALIDATION_SHARE else "train"
 
 
 def _python_files(roots: Iterable[Path]) -> list[tuple[str, Path]]:
@@ -56,7 +87,7 @@ def _python_files(roots: Iterable[Path]) -> list[tuple[str, Path]]:
         for path in root.rglob("*.py")
         if not _SKIPPED_PARTS.intersection(path.relative_to(root).parts)
     ]
-    return sorted(found, key=lambda item: (_unit_hash(item[0]), item[0]))
+    return sorted(found, key=lambda item: (unit_hash(item[0]), item[0]))
 
 
 def _docstrings(tree: ast.AST) -> Iterator[str]:
@@ -76,12 +107,14 @@ def _topics(tree: ast.Module) -> Iterator[str]:
                     yield value.value
 
 
-def _documents(files: Iterable[tuple[str, Path]]) -> Iterator[tuple[str, str, str]]:
-    """(kind, name, text) of the prose and the code in `files`, each kind up to its budget."""
-    left = {"prose": _BYTES_PER_KIND, "code": _BYTES_PER_KIND}
+def _documents(files: Iterable[tuple[str, Path]]) -> Iterator[tuple[str, Document]]:
+    """(split, document) of the prose and the code in `files`; each split takes of each kind up to its budget."""
+    kinds: tuple[Kind, ...] = ("prose", "code")
+    left = {(split, kind): size for split, size in _BUDGETS.items() for kind in kinds}
     for name, path in files:
-        if max(left.values()) <= 0:
-            return
+        split = _split(name)
+        if all(left[split, kind] <= 0 for kind in kinds):
+            continue
         try:
             source = path.read_text(encoding="utf-8")
             with warnings.catch_warnings():
@@ -91,27 +124,26 @@ def _documents(files: Iterable[tuple[str, Path]]) -> Iterator[tuple[str, str, st
             continue  # unreadable, not UTF-8, or a template that is no Python
         is_topics = name == _TOPICS
         texts = {"prose": "\n\n".join(_topics(tree) if is_topics else _docstrings(tree)), "code": source}
-        for kind, text in texts.items():
-            if left[kind] > 0 and text and not (is_topics and kind == "code"):
-                left[kind] -= len(text.encode())
-                yield kind, name, text
+        for kind in kinds:
+            if left[split, kind] > 0 and texts[kind] and not (is_topics and kind == "code"):
+                left[split, kind] -= len(texts[kind].encode())
+                yield split, Document(kind, name, texts[kind])
 
 
 def _build(roots: list[Path], origin: str) -> Corpus | None:
     """The corpus under `roots`, or None where there is too little text."""
     digest = hashlib.sha256()
-    train: list[str] = []
-    held_out: list[str] = []
-    size = {"prose": 0, "code": 0}
-    for kind, name, text in _documents(_python_files(roots)):
-        data = text.encode()
-        digest.update(f"{kind}:{name}:{len(data)}\n".encode() + data)
-        size[kind] += len(data)
-        held_back = _unit_hash(f"split:{name}") < _HELD_OUT_SHARE
-        (held_out if held_back else train).append(text)
-    if min(size.values()) < _ENOUGH or not held_out:
+    splits: dict[str, list[Document]] = {split: [] for split in _BUDGETS}
+    size: dict[Kind, int] = {"prose": 0, "code": 0}
+    for split, document in _documents(_python_files(roots)):
+        data = document.text.encode()
+        digest.update(f"{document.kind}:{document.name}:{len(data)}\n".encode() + data)
+        size[document.kind] += len(data)
+        splits[split].append(document)
+    if min(size.values()) < _ENOUGH or not all(splits.values()):
         return None
-    return Corpus(train, held_out, origin, digest.hexdigest())
+    splits["train"].sort(key=lambda document: unit_hash(f"order:{document.kind}:{document.name}"))
+    return Corpus(**splits, origin=origin, sha256=digest.hexdigest())
 
 
 def _package_roots(names: Iterable[str]) -> dict[str, Path]:

@@ -1,9 +1,10 @@
 """Loads a saved folder in a process of its own and writes the logits that it gives; run as a script by the quickstart.
 
-    python probe.py FOLDER IDS.safetensors OUT.safetensors stock|zaya_hf
+    python probe.py FOLDER INPUTS.safetensors OUT.safetensors stock|zaya_hf
 
 `stock` never imports zaya_hf, so what it loads is the class of transformers itself. `zaya_hf` imports it first, and
-also continues the prompt of the ids file. One JSON object with what ran goes to standard output.
+also continues the prompts of the inputs, as the folder's generation config says. One JSON object with what ran goes to
+standard output.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+_NEW_TOKENS = 80  # with any prompt, what a model of 128-token rows has learned to continue
 
-def main(folder: str, ids_file: str, out_file: str, which: str) -> None:
+
+def main(folder: str, inputs_file: str, out_file: str, which: str) -> None:
     if which == "zaya_hf":
         import zaya_hf
 
@@ -23,7 +26,7 @@ def main(folder: str, ids_file: str, out_file: str, which: str) -> None:
     from safetensors.torch import load_file, save_file
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    inputs = load_file(ids_file)
+    inputs = load_file(inputs_file)
     torch.set_num_threads(int(inputs["threads"]))
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     origin = type(model).__module__
@@ -37,10 +40,13 @@ def main(folder: str, ids_file: str, out_file: str, which: str) -> None:
     report: dict[str, Any] = {"class": f"{origin}.{type(model).__name__}"}
     if which == "zaya_hf":
         tokenizer = AutoTokenizer.from_pretrained(folder)
-        prompt = inputs["prompt"]
         torch.manual_seed(int(inputs["seed"]))
-        tokens = model.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=96)
-        report["sample"] = tokenizer.decode(tokens[0], skip_special_tokens=True)
+        prompts = [inputs[name] for name in sorted(inputs) if name.startswith("prompt")]
+        tokens = [
+            model.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=_NEW_TOKENS)[0]
+            for prompt in prompts
+        ]
+        report["samples"] = [tokenizer.decode(ids, skip_special_tokens=True) for ids in tokens]
     print(json.dumps(report))
 
 

@@ -1,0 +1,1 @@
+"""Evaluation of language models with lm-evaluation-harness, and the statistics of its results."""

@@ -1,0 +1,87 @@
+"""What a score of a few hundred items tells about the model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import NormalDist
+
+import numpy as np
+
+
+def _two_sided_z(confidence: float) -> float:
+    if not 0 < confidence < 1:
+        raise ValueError(f"confidence is {confidence}, but it must be between 0 and 1, such as 0.95")
+    return NormalDist().inv_cdf((1 + confidence) / 2)
+
+
+def _check_counts(successes: int, n: int) -> None:
+    if n < 1 or not 0 <= successes <= n:
+        raise ValueError(f"{successes} successes of {n}: there must be at least one trial, and no more successes")
+
+
+def wilson_interval(successes: int, n: int, confidence: float = 0.95) -> tuple[float, float]:
+    """Two-sided interval for a probability of which `successes` of `n` trials are known (Wilson, 1927).
+
+    Unlike the estimate plus and minus its standard error it stays within [0, 1] and has a width at 0 and n successes.
+
+    Raises:
+        ValueError: the counts or the confidence are impossible.
+    """
+    _check_counts(successes, n)
+    z = _two_sided_z(confidence)
+    share = successes / n
+    middle = (share + z * z / (2 * n)) / (1 + z * z / n)
+    half = z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n)) / (1 + z * z / n)
+    # Exactly 0 and 1 at the ends, where rounding would leave a trace.
+    return (0.0 if successes == 0 else middle - half), (1.0 if successes == n else middle + half)
+
+
+def above_chance(successes: int, n: int, chance: float, confidence: float = 0.99) -> bool:
+    """Whether the Wilson interval lies above `chance`.
+
+    The interval is the set of probabilities that the score test accepts; this is that test, so no rounding of the
+    interval's ends is in it.
+
+    Raises:
+        ValueError: the counts, the chance or the confidence are impossible.
+    """
+    _check_counts(successes, n)
+    if not 0 < chance < 1:
+        raise ValueError(f"chance is {chance}, but it must be between 0 and 1, such as 0.25 for four choices")
+    excess = successes - n * chance
+    return excess > _two_sided_z(confidence) * math.sqrt(n * chance * (1 - chance))
+
+
+def bootstrap_ratio_interval(
+    numerators: Sequence[float],
+    denominators: Sequence[float],
+    confidence: float = 0.95,
+    draws: int = 10_000,
+    seed: int = 0,
+) -> tuple[float, float]:
+    """Percentile bootstrap interval of sum(numerators) / sum(denominators), whole items redrawn (Efron, 1979).
+
+    For bits per byte over documents: the bits and the bytes of a document stay together.
+
+    Args:
+        numerators, denominators: one of each per item; denominators are positive.
+        draws: how many samples of the items are drawn with replacement.
+        seed: of the draws; the same seed gives the same interval.
+
+    Raises:
+        ValueError: there are no items, the lengths differ, a denominator is not positive, or confidence or draws are
+            impossible.
+    """
+    top, bottom = np.asarray(numerators, dtype=np.float64), np.asarray(denominators, dtype=np.float64)
+    if top.ndim != 1 or top.shape != bottom.shape or not len(top):
+        raise ValueError(f"{top.size} numerators and {bottom.size} denominators: there must be one of each per item")
+    if not (np.isfinite(top).all() and np.isfinite(bottom).all() and (bottom > 0).all()):
+        raise ValueError("numerators must be finite, and denominators finite and positive")
+    if draws < 1:
+        raise ValueError(f"draws is {draws}, but it must be at least 1")
+    _two_sided_z(confidence)
+    items = len(top)
+    counts = np.random.default_rng(seed).multinomial(items, np.full(items, 1 / items), size=draws)
+    low, high = np.quantile((counts @ top) / (counts @ bottom), [(1 - confidence) / 2, (1 + confidence) / 2])
+    return float(low), float(high)

@@ -1,0 +1,1 @@
+"""What goes to the Hub beside the weights. Nothing in here opens a connection."""

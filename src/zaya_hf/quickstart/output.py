@@ -1,0 +1,70 @@
+"""The quickstart's output folder: whose it is, one run at a time, and results that replace older ones whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from zaya_hf.reporting.results import FILE, MADE_BY
+
+_MARK = ".zaya-quickstart"  # in every output folder from its first moment on; also the lock
+# What a finished folder shows beside its results.
+REPORT, HUB, RUNS, ITEMS = "report.html", "hub", "runs", "evaluation"
+# Hidden, and gone at the end: tokenizer and token streams, and what is about to take the place of `hub`.
+PREPARED, NEW_HUB = ".prepared", ".hub.new"
+_BEFORE_FIVE_MODELS = "model"  # what the quickstart of version 0.1 wrote beside results.json
+
+
+@contextmanager
+def owned(out: Path) -> Iterator[None]:
+    """Hold `out`, making it if need be, against other quickstarts.
+
+    Raises:
+        ValueError: `out` is not empty and no quickstart's, or another quickstart is writing to it now.
+    """
+    if out.exists() and not _is_ours(out):
+        raise ValueError(f"{out} exists and is not the output of an earlier quickstart: give another --out")
+    out.mkdir(parents=True, exist_ok=True)
+    with (out / _MARK).open("a") as mark:
+        try:
+            _lock(mark.fileno())
+        except OSError:
+            raise ValueError(f"another quickstart is writing to {out}: wait for it, or give another --out") from None
+        try:
+            yield
+        finally:
+            for name in (PREPARED, NEW_HUB):
+                shutil.rmtree(out / name, ignore_errors=True)
+
+
+def replace_hub(out: Path) -> None:
+    """Put the prepared hub folder, if there is one, in the place of the old one, which belongs to older results."""
+    shutil.rmtree(out / _BEFORE_FIVE_MODELS, ignore_errors=True)
+    shutil.rmtree(out / HUB, ignore_errors=True)
+    if (out / NEW_HUB).exists():
+        (out / NEW_HUB).rename(out / HUB)
+
+
+def _is_ours(out: Path) -> bool:
+    if not out.is_dir():
+        return False
+    if (out / _MARK).is_file() or not any(out.iterdir()):
+        return True
+    try:
+        made_by: str = json.loads((out / FILE).read_text(encoding="utf-8"))["made_by"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    return made_by == MADE_BY
+
+
+def _lock(descriptor: int) -> None:
+    """Take the lock or raise OSError; the system frees it when the process ends, however it ends."""
+    if os.name != "posix":
+        return  # no such lock there
+    import fcntl
+
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,0 +1,162 @@
+"""The quickstart in order: text, five trainings, evaluation, a folder to publish, results and report.
+
+Each model's training and evaluation is a job of its own (`jobs.py`) in a worker process (`pool.py`). A run that is
+stopped, by Ctrl-C or by losing power, is taken up by the same command where it was, and nothing finished is repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from transformers.utils import logging as transformers_logging
+
+from zaya_hf.hub.card import write_card
+from zaya_hf.quickstart import data, jobs, output, pool, results
+from zaya_hf.quickstart.corpus import load_corpus
+from zaya_hf.quickstart.models import FAMILIES
+from zaya_hf.quickstart.progress import say, watching
+from zaya_hf.quickstart.publish import publish
+from zaya_hf.quickstart.recipe import Recipe
+from zaya_hf.quickstart.report import write_report
+from zaya_hf.reporting.results import FILE
+
+_COMPARED_ROWS = 8
+# In this order the models are trained: the slow ones first, so that no core is idle at the end.
+_SLOW_FIRST = ("zaya", "olmoe", "gemma3", "qwen3", "llama")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Carry out `zaya quickstart`; `args` has steps, seed, seeds, only and out.
+
+    Raises:
+        ValueError: `args.out` is not ours to write to.
+        RuntimeError: there is no text, a training diverged, or the published folder does not load to equal logits.
+    """
+    with output.owned(args.out):
+        _run(args)
+
+
+def _run(args: argparse.Namespace) -> None:
+    started = time.monotonic()
+    transformers_logging.disable_progress_bar()
+    recipe = Recipe(steps=args.steps)
+    names = [name for name in _SLOW_FIRST if args.only is None or name in args.only]
+    seeds = range(args.seed, args.seed + args.seeds)
+    out: Path = args.out
+    titles = ", ".join(family.title for name, family in FAMILIES.items() if name in names)
+    each = "" if len(seeds) == 1 else f", each with {len(seeds)} seeds"
+    say("quickstart", f"{titles}{each}: {recipe.tokens / 1e6:.2f} M tokens of training, evaluation, report")
+    say("", f"offline, on CPU; {_expected(recipe, len(names) * len(seeds))}; Ctrl-C and the same command go on later")
+
+    say("text", "reading the standard library, learning a tokenizer")
+    prepared = data.prepare(load_corpus(), recipe, out / output.PREPARED, out / output.ITEMS)
+    _describe_text(prepared)
+
+    rates = results.learning_rate_factors()
+    todo = [
+        jobs.Job(
+            name=name,
+            seed=seed,
+            rate=rates[name],
+            recipe=recipe,
+            folder=out / output.RUNS / f"{name}-seed{seed}",
+            data=out / output.PREPARED,
+            items=out / output.ITEMS,
+            fingerprint=results.fingerprint(name, seed, rates[name], recipe, prepared),
+        )
+        for seed in seeds
+        for name in names
+    ]
+    cores = pool.available_cores()
+    processes = min(cores, len(todo))
+    done = {job: result for job in todo if (result := jobs.finished(job)) is not None}
+    for job in done:
+        say(job.label, "done before, with the same settings, text and versions")
+    remaining = [job for job in todo if job not in done]
+    if remaining:
+        with watching(remaining, sys.stderr) as watcher:
+            done |= zip(remaining, pool.run_jobs(remaining, processes, watcher), strict=True)
+    found = results.collect(
+        todo,
+        [done[job] for job in todo],
+        prepared,
+        command=_command(args),
+        processes=processes,
+        cores=cores,
+        seconds=time.monotonic() - started,
+    )
+    if "zaya" in names:
+        first = next(job for job in todo if job.name == "zaya")
+        found["published"] = _publish(first, found, out)
+    found["seconds"] = time.monotonic() - started
+    output.replace_hub(out)
+    jobs.write_json(out / FILE, found)
+    write_report(found, out / output.REPORT)
+    _conclude(out, found)
+
+
+def _expected(recipe: Any, jobs: int) -> str:
+    """How long it will take on the two cores that it was measured on, in words."""
+    minutes = jobs * recipe.steps / 800
+    return f"about {max(1, round(minutes))} minute{'s' if minutes >= 1.5 else ''} on two idle cores"
+
+
+def _describe_text(prepared: dict[str, Any]) -> None:
+    text, tokenizer = prepared["corpus"], prepared["tokenizer"]
+    megabytes = f"{text['train_bytes'] / 1e6:.1f} MB to train on, {text['held_out_bytes'] / 1e6:.2f} MB held out"
+    say("", f"{text['origin']}: {megabytes}")
+    say("tokenizer", f"{tokenizer['entries']:,} entries, {tokenizer['bytes_per_token']:.2f} bytes per token")
+
+
+def _publish(job: Any, found: dict[str, Any], out: Path) -> dict[str, Any]:
+    """Fill the folder that will be `hub`; what `results.json` says about it."""
+    shutil.rmtree(out / output.NEW_HUB, ignore_errors=True)
+    folder = out / output.NEW_HUB / job.name
+    ids = data.load(job.data).validation[:_COMPARED_ROWS]
+    checked = publish(job.folder / jobs.MODEL, folder, ids, job.recipe.threads, job.seed)
+    published = {"model": job.name, "seed": job.seed, "folder": f"{output.HUB}/{job.name}"} | checked
+    write_card(found | {"published": published}, folder)
+    return published
+
+
+def _conclude(out: Path, found: dict[str, Any]) -> None:
+    print()
+    print("\n".join(results.table(found)))
+    print()
+    seeds = found["settings"]["seeds"]
+    if len(seeds) == 1:
+        say("note", "one seed: differences between models include seed noise, which --seeds 3 measures")
+    else:
+        say("note", f"means over {len(seeds)} seeds; the report shows their spread")
+    published = found["published"]
+    if published:
+        for sample in published["samples"]:
+            say("sample", f"continues the prompt {sample['prompt']!r}; little sense is expected of a model this small:")
+            print(f"\n{sample['text'].strip()}\n")
+    say("report", f"{out / output.REPORT}, all figures in {out / FILE}")
+    if published:
+        folder = out / published["folder"]
+        say("model", f"{folder}, loads in transformers with or without zaya_hf")
+        say("next", f'{zaya_command()} generate {shlex.quote(str(folder))} --prompt "def "')
+
+
+def _command(args: argparse.Namespace) -> str:
+    """The command that gives the same results."""
+    only = [] if args.only is None else [f"--only {','.join(args.only)}"]
+    return " ".join(["zaya quickstart", f"--steps {args.steps} --seed {args.seed} --seeds {args.seeds}", *only])
+
+
+def zaya_command() -> str:
+    """How a shell in this folder calls the `zaya` of this Python."""
+    python = Path(sys.executable)
+    script = next((path for path in (python.with_name("zaya"), python.with_name("zaya.exe")) if path.is_file()), None)
+    shown = python if script is None else script
+    if shown.is_relative_to(Path.cwd()):
+        shown = shown.relative_to(Path.cwd())
+    return shlex.quote(str(shown)) + (" -m zaya_hf" if script is None else "")

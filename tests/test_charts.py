@@ -1,0 +1,343 @@
+"""Charts as inline SVG: what is drawn where, and that a page can hold several in both of its themes."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from xml.etree import ElementTree
+
+import matplotlib
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zaya_hf.reporting.charts import (
+    Bar,
+    Line,
+    Point,
+    Reference,
+    Row,
+    bar_chart,
+    interval_chart,
+    interval_chart_height,
+    line_chart,
+    smooth,
+)
+from zaya_hf.reporting.svg import spread_labels, text_width
+
+SRC = Path(__file__).resolve().parent.parent / "src"
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def lines(chart_id: str = "loss") -> str:
+    drawn = [
+        Line("ZAYA1", [1, 2, 3], [3, 2, 1], 0, [2.9, 1.9, 0.9], [3.1, 2.1, 1.1]),
+        Line("Qwen3", [1, 2, 3], [3, 2, 1.01], 1),
+        Line("Gemma 3", [1, 2, 3], [3, 2, 1.02], 2),
+    ]
+    return line_chart(chart_id, drawn, x_label="step", y_label="loss (nats)", description="Loss of three models")
+
+
+def intervals(chart_id: str = "prose") -> str:
+    rows = [
+        Row("ZAYA1", [Point(0.5, 0.375, 0.625)], 0, "0.500"),
+        Row("Llama", [Point(0.25, 0.125, 0.375)], 3, "0.250"),
+    ]
+    return interval_chart(
+        chart_id,
+        rows,
+        x_label="accuracy",
+        description="Accuracy of two models",
+        reference=Reference(0.25, "chance 0.250"),
+        limits=(0, 1),
+    )
+
+
+def bars(chart_id: str = "size") -> str:
+    return bar_chart(
+        chart_id,
+        [Bar("ZAYA1", 2e6, "two", 0, inner=5e5), Bar("Llama", 1e6, "one", 3, single=[0.5e6, 1.5e6])],
+        x_label="parameters",
+        description="Parameters of two models",
+    )
+
+
+CHARTS: list[Callable[[str], str]] = [lines, intervals, bars]
+
+
+def parsed(svg: str) -> ElementTree.Element:
+    return ElementTree.fromstring(svg)
+
+
+def texts(svg: str) -> dict[str, tuple[float, float]]:
+    """Every text of the drawing and where it is, in px from the upper left corner."""
+    return {
+        "".join(element.itertext()): (float(element.attrib["x"]), float(element.attrib["y"]))
+        for element in parsed(svg).iter(f"{SVG}text")
+    }
+
+
+def strokes(svg: str, variable: str) -> list[list[tuple[float, float]]]:
+    """Corners of every line of that colour; a marker, and the line to a single point, are none."""
+    found = []
+    for element in parsed(svg).iter(f"{SVG}path"):
+        if f"stroke: var({variable})" in element.attrib.get("style", ""):
+            numbers = re.findall(r"[ML] (\S+) (\S+)", element.attrib["d"])
+            found.append([(float(x), float(y)) for x, y in numbers])
+    return [stroke for stroke in found if len(stroke) > 1]
+
+
+@pytest.mark.parametrize("chart", CHARTS)
+class TestEveryChart:
+    def test_is_one_scalable_image_with_a_description(self, chart: Callable[[str], str]) -> None:
+        root = parsed(chart("a"))
+        assert root.tag == f"{SVG}svg"
+        assert root.attrib["role"] == "img"
+        assert "models" in root.attrib["aria-label"]
+        assert not {"width", "height"} & set(root.attrib)
+        assert root.attrib["viewBox"].startswith("0 0 ")
+
+    def test_is_the_same_every_time(self, chart: Callable[[str], str]) -> None:
+        assert chart("a") == chart("a")
+
+    def test_has_no_colour_but_those_of_the_page(self, chart: Callable[[str], str]) -> None:
+        svg = chart("a")
+        assert not re.search(r"#[0-9a-fA-F]{3,8}\b", re.sub(r'(href="|url\()#[^")]+', "", svg))
+        assert "rgb" not in svg
+        assert {"var(--series-0)", "var(--muted)", "var(--grid)"} <= set(re.findall(r"var\(--[\w-]+\)", svg))
+
+    def test_brings_no_style_sheet_and_no_font(self, chart: Callable[[str], str]) -> None:
+        svg = chart("a")
+        assert "<style" not in svg
+        assert "font-family" not in svg
+        assert "DejaVu" not in svg
+
+    def test_text_is_at_least_nine_px_high_on_a_phone(self, chart: Callable[[str], str]) -> None:
+        svg = chart("a")
+        width = float(parsed(svg).attrib["viewBox"].split()[2])
+        sizes = [float(size) for size in re.findall(r"font-size: ([\d.]+)px", svg)]
+        assert sizes
+        assert min(sizes) * (360 - 2 * 16) / width >= 9
+
+    def test_two_of_them_share_no_id_and_each_reference_has_its_target(self, chart: Callable[[str], str]) -> None:
+        ids = []
+        for svg in (chart("a"), chart("b")):
+            own = re.findall(r'\sid="([^"]+)"', svg)
+            referred = re.findall(r'href="#([^"]+)"', svg) + re.findall(r"url\(#([^)]+)\)", svg)
+            assert referred
+            assert set(referred) <= set(own)
+            ids += own
+        assert len(ids) == len(set(ids))
+
+    def test_refuses_an_id_that_is_none(self, chart: Callable[[str], str]) -> None:
+        with pytest.raises(ValueError, match="cannot be a chart's id"):
+            chart('a"b')
+
+    def test_a_users_matplotlib_settings_count_for_nothing_and_stay(self, chart: Callable[[str], str]) -> None:
+        before = chart("a")
+        with matplotlib.rc_context({"font.size": 30, "axes.grid": True, "lines.color": "red", "svg.fonttype": "path"}):
+            assert chart("a") == before
+            assert matplotlib.rcParams["font.size"] == 30
+            assert matplotlib.rcParams["svg.fonttype"] == "path"
+
+
+class TestLineChart:
+    def test_names_at_the_ends_are_in_order_and_apart(self) -> None:
+        found = texts(lines())
+        heights = [found[name][1] for name in ("Gemma 3", "Qwen3", "ZAYA1")]
+        assert heights == sorted(heights)
+        assert min(b - a for a, b in pairwise(heights)) >= 13
+        assert len({found[name][0] for name in ("Gemma 3", "Qwen3", "ZAYA1")}) == 1
+
+    def test_series_differ_by_more_than_colour(self) -> None:
+        styles = [
+            re.sub(r"var\(--series-\d\)", "", element.attrib["style"])
+            for element in parsed(lines()).iter(f"{SVG}path")
+            if len(re.findall("[ML]", element.attrib["d"])) == 3 and "--series" in element.attrib.get("style", "")
+        ]
+        assert len(styles) == 3
+        assert len(set(styles)) == 3
+
+    def test_points_lie_where_the_axis_says(self) -> None:
+        svg = line_chart(
+            "a", [Line("a", [0, 5, 10], [0, 5, 10])], x_label="x", y_label="y", description="", y_limits=(0, 10)
+        )
+        line = max(strokes(svg, "--series-1"), key=lambda stroke: stroke[-1][0] - stroke[0][0])
+        across = [float(e.attrib["x"]) for e in parsed(svg).iter(f"{SVG}text") if e.text in ("0", "10")]
+        assert [line[0][0], line[-1][0]] == pytest.approx(across[:2], abs=0.01)
+        grid = strokes(svg, "--grid")
+        assert [line[0][1], line[-1][1]] == pytest.approx([grid[0][0][1], grid[-1][0][1]], abs=0.01)
+
+    def test_one_step_is_a_marker(self) -> None:
+        svg = line_chart("a", [Line("ZAYA1", [1], [6.9], 0)], x_label="step", y_label="loss", description="")
+        assert re.search(r'<use href="#a-[^"]+" x="[\d.]+" y="[\d.]+" style="fill: var\(--series-0\)', svg)
+        assert "1" in texts(svg)
+
+    def test_logarithmic_axes_have_plain_numbers(self) -> None:
+        svg = line_chart(
+            "a",
+            [Line("roof", [0.1, 1, 100], [1e9, 1e10, 1e12])],
+            x_label="FLOP per byte",
+            y_label="FLOP/s",
+            description="",
+            x_log=True,
+            y_log=True,
+        )
+        shown = texts(svg)
+        assert {"0.1", "1", "10", "100", "1\u00a0B", "10\u00a0B", "1\u00a0T"} <= set(shown)
+        assert shown["10"][0] - shown["1"][0] == pytest.approx(shown["1"][0] - shown["0.1"][0], abs=0.01)
+        assert not any("$" in text for text in shown)
+
+    def test_names_are_text_and_never_markup(self) -> None:
+        name = "<b>&$x_1$"
+        svg = line_chart("a", [Line(name, [1, 2], [1, 2])], x_label="#000001", y_label="\x00\ud800", description='"<')
+        assert {name, "#000001", "␀\ufffd"} <= set(texts(svg))
+        assert parsed(svg).attrib["aria-label"] == '"<'
+
+    def test_a_long_name_is_shortened(self) -> None:
+        svg = line_chart("a", [Line("W" * 200, [1, 2], [1, 2])], x_label="x", y_label="y", description="")
+        (shown,) = [text for text in texts(svg) if text.startswith("W")]
+        assert shown.endswith("…")
+        assert len(shown) < 20
+
+    @pytest.mark.parametrize(
+        ("drawn", "message"),
+        [([], "no line"), ([Line("a", [], [])], "0 x values"), ([Line("a", [1, 2], [1])], "2 x values for 1 y")],
+    )
+    def test_refuses_what_cannot_be_drawn(self, drawn: list[Line], message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            line_chart("a", drawn, x_label="x", y_label="y", description="")
+
+
+class TestIntervalChart:
+    def test_intervals_and_chance_lie_where_the_axis_says(self) -> None:
+        svg = intervals()
+        ticks = texts(svg)
+        zero, one = ticks["0"][0], ticks["1"][0]
+        ((left, right),) = strokes(svg, "--series-0")
+        assert left[1] == right[1]
+        assert [(x - zero) / (one - zero) for x, _ in (left, right)] == pytest.approx([0.375, 0.625], abs=1e-4)
+        (chance,) = strokes(svg, "--ink")
+        assert [(x - zero) / (one - zero) for x, _ in chance] == pytest.approx([0.25, 0.25], abs=1e-4)
+        assert ticks["ZAYA1"][1] == pytest.approx(left[1], abs=5)
+        assert ticks["ZAYA1"][1] == ticks["0.500"][1] < ticks["Llama"][1]
+
+    def test_a_label_of_the_reference_stays_inside(self) -> None:
+        for value in (0.0, 1.0):
+            svg = interval_chart(
+                "a",
+                [Row("ZAYA1", [Point(0.5)])],
+                x_label="x",
+                description="",
+                reference=Reference(value, "the frequencies of single tokens"),
+                limits=(0, 1),
+            )
+            middle, width = (
+                texts(svg)["the frequencies of single tokens"][0],
+                text_width("the frequencies of single tokens"),
+            )
+            assert width / 2 - 0.01 <= middle <= 400 - width / 2 + 0.01
+
+    @pytest.mark.parametrize("seeds", [2, 3, 15])
+    def test_every_seed_has_a_mark_and_all_have_a_mean(self, seeds: int) -> None:
+        values = [0.2 + 0.5 * index / seeds for index in range(seeds)]
+        rows = [Row("ZAYA1", [Point(value, value - 0.05, value + 0.05) for value in values], 0)]
+        svg = interval_chart("a", rows, x_label="accuracy", description="", limits=(0, 1))
+        assert len(re.findall(r"<use [^>]*fill: var\(--series-0\)", svg)) == seeds
+        zero, one = texts(svg)["0"][0], texts(svg)["1"][0]
+        drawn = [stroke for stroke in strokes(svg, "--series-0") if len(stroke) == 2]
+        upright = [stroke for stroke in drawn if stroke[0][0] == stroke[1][0]]
+        flat = [stroke for stroke in drawn if stroke[0][1] == stroke[1][1]]
+        assert [(stroke[0][0] - zero) / (one - zero) for stroke in upright] == pytest.approx(
+            [math.fsum(values) / seeds], abs=1e-4
+        )
+        assert len({stroke[0][1] for stroke in flat}) == seeds
+        assert float(parsed(svg).attrib["viewBox"].split()[3]) == pytest.approx(
+            interval_chart_height(1, seeds), abs=0.51
+        )
+
+    def test_limits_hold_everything(self) -> None:
+        svg = interval_chart(
+            "a", [Row("a", [Point(2, 1, 3)])], x_label="x", description="", reference=Reference(9, "r")
+        )
+        width = float(parsed(svg).attrib["viewBox"].split()[2])
+        for stroke in strokes(svg, "--series-1") + strokes(svg, "--ink"):
+            assert all(0 < x < width for x, _ in stroke)
+
+    @pytest.mark.parametrize("rows", [[], [Row("a", [])]])
+    def test_refuses_what_cannot_be_drawn(self, rows: list[Row]) -> None:
+        with pytest.raises(ValueError, match=r"has (no row|a row without)"):
+            interval_chart("a", rows, x_label="x", description="")
+
+
+class TestBarChart:
+    def test_lengths_are_as_the_values(self) -> None:
+        svg = bars()
+        zero, million = texts(svg)["0"][0], texts(svg)["1\u00a0M"][0]
+        ends = {}
+        for element in parsed(svg).iter(f"{SVG}path"):
+            style = element.attrib.get("style", "")
+            if "fill: var(--series" in style or "stroke: var(--series" in style:
+                xs = [float(x) for x in re.findall(r"[ML] (\S+) ", element.attrib["d"])]
+                ends["outline" if "fill: none" in style else style[:21]] = (max(xs) - zero) / (million - zero)
+        assert ends == pytest.approx({"fill: var(--series-0)": 0.5, "fill: var(--series-3)": 1, "outline": 2}, abs=1e-3)
+
+    def test_numbers_stand_behind_the_longest_measurement(self) -> None:
+        found = texts(bars())
+        assert found["two"][0] > found["one"][0] > found["1\u00a0M"][0]
+
+    @pytest.mark.parametrize("drawn", [[], [Bar("a", -1, "")]])
+    def test_refuses_what_cannot_be_drawn(self, drawn: list[Bar]) -> None:
+        with pytest.raises(ValueError, match=r"has (no bar|a negative)"):
+            bar_chart("a", drawn, x_label="x", description="")
+
+    def test_all_zero_can_be_drawn(self) -> None:
+        assert "nothing" in texts(bar_chart("a", [Bar("a", 0, "nothing")], x_label="x", description=""))
+
+
+@given(
+    values=st.lists(st.floats(-100, 100), max_size=60),
+    window=st.integers(1, 70),
+)
+def test_smoothing_is_the_mean_over_the_window(values: list[float], window: int) -> None:
+    found = smooth(values, window)
+    assert len(found) == len(values)
+    for index, value in enumerate(found):
+        near = [v for place, v in enumerate(values) if -((window - 1) // 2) <= place - index <= window // 2]
+        assert value == pytest.approx(sum(near) / len(near), abs=1e-9)
+
+
+def test_a_window_below_one_is_refused() -> None:
+    with pytest.raises(ValueError, match="a window of 0"):
+        smooth([1.0], 0)
+
+
+@given(wanted=st.lists(st.floats(0, 100), min_size=1, max_size=8))
+def test_labels_are_spread_without_leaving_the_axes(wanted: list[float]) -> None:
+    places = spread_labels(wanted, 14, 0, 120)
+    order = sorted(range(len(wanted)), key=lambda index: wanted[index])
+    sorted_places = [places[index] for index in order]
+    assert all(b - a >= 14 - 1e-6 for a, b in pairwise(sorted_places))
+    assert min(places) >= -1e-9
+    assert max(places) <= 120 + 1e-9
+    # None moves that did not have to.
+    if all(b - a >= 14 for a, b in pairwise(sorted(wanted))):
+        assert places == pytest.approx(wanted)
+
+
+def test_neither_the_package_nor_a_chart_loads_what_it_need_not() -> None:
+    code = (
+        "import sys, zaya_hf; print('matplotlib' in sys.modules);"
+        "import zaya_hf.reporting.charts; print('matplotlib.pyplot' in sys.modules)"
+    )
+    environment = os.environ | {"PYTHONPATH": str(SRC)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    ).stdout
+    assert done.split() == ["False", "False"]
