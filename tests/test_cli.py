@@ -300,7 +300,7 @@ class TestDoctor:
         assert "optional extra train" in text
         assert 'lacks datasets>=5.2 (not installed): pip install "datasets>=5.2"' in text
         assert report["extras"]["eval"]["install"] is None
-        assert "generate, quickstart: lack torch>=99 (2.13.0+cpu is installed)" in text
+        assert "generate: lacks torch>=99 (2.13.0+cpu is installed)" in text
 
     @pytest.mark.parametrize("kind", ["made by make", "made by make elsewhere", "other environment", "from an index"])
     def test_an_extra_is_installed_the_way_zaya_hf_was(

@@ -32,8 +32,8 @@ CODE = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 @pytest.mark.parametrize("code", CODE, ids=lambda code: code.splitlines()[0][:40])
 def test_the_python_examples_run(code: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "runs/quickstart/model" in code
-    exec(compile(code.replace("runs/quickstart/model", str(folder)), "README.md", "exec"), {"__name__": "readme"})
+    assert "runs/quickstart/hub/zaya" in code
+    exec(compile(code.replace("runs/quickstart/hub/zaya", str(folder)), "README.md", "exec"), {"__name__": "readme"})
     assert capsys.readouterr().out.strip()
 
 

@@ -2,9 +2,11 @@
 
     python -m zaya_hf.quickstart.search
 
-Both rates of the recipe, Muon's and AdamW's, are multiplied by each factor, every model is trained for a short run with
-each, and the factor with the fewest bits per byte on validation text is taken. That text is neither trained on nor held
-out, and the seed is not one that the quickstart uses. Writes `search.json` beside this file.
+Both rates of the recipe, Muon's and AdamW's, are multiplied by each factor, every model is trained with each, and the
+factor with the fewest bits per byte on validation text is taken. That text is neither trained on nor held out, and the
+seed is not the quickstart's. Runs have the full length: those of 200 steps chose twice to four times the rate, which is
+worse after 800 (ZAYA 2.15 against 2.10 bits per byte). Takes about 15 minutes on two cores and writes `search.json`
+beside this file.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ from zaya_hf.quickstart.models import FAMILIES
 from zaya_hf.quickstart.progress import watching
 from zaya_hf.quickstart.recipe import Recipe
 
-FACTORS = (1.0, 2.0, 4.0)
-STEPS = 200
+FACTORS = (0.5, 1.0, 2.0, 4.0)
+STEPS = 800
 SEED = 1000
 
 
