@@ -198,5 +198,10 @@ def make_results(
         }
         if published
         else None,
-        "search": {"steps": 200, "chosen": dict.fromkeys(TITLES, 0.02)},
+        "search": {
+            "steps": 200,
+            "factors": [0.5, 1.0],
+            "bits_per_byte": {name: {"0.5": bits + 0.1625, "1.0": bits + 0.125} for name, bits in _BITS.items()},
+            "chosen": dict.fromkeys(TITLES, 1.0),
+        },
     }

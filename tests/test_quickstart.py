@@ -30,6 +30,7 @@ import zaya_hf
 from zaya_hf.hub.card import check_card
 from zaya_hf.quickstart import corpus, items, jobs, pipeline, progress, publish, results, search
 from zaya_hf.quickstart.models import FAMILIES
+from zaya_hf.quickstart.recipe import Recipe
 
 # One worker runs the command for all tests here.
 pytestmark = pytest.mark.xdist_group("quickstart")
@@ -368,6 +369,31 @@ class TestTerminal:
         with os.fdopen(master, "wb"), os.fdopen(terminal, "w") as stream:
             fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", *size, 0, 0))
             assert progress.draws_bars(stream) is bar
+
+    def test_a_terminal_sees_a_bar_for_each_model_and_a_spinner(self, tmp_path: Path) -> None:
+        todo = [
+            jobs.Job(name, 0, 1.0, Recipe(steps=40), tmp_path, tmp_path, tmp_path, "fingerprint")
+            for name in ("zaya", "llama")
+        ]
+        result = {"losses": [2.0, 1.5], "tokens_per_second": 9876.5}
+        master, terminal = os.openpty()
+        fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 120, 0, 0))
+        with os.fdopen(master, "rb", buffering=0) as shown, os.fdopen(terminal, "w") as stream:
+            with progress.waiting("reading text", stream):
+                pass
+            with progress.watching(todo, stream) as watcher:
+                watcher.stage(0, "training")
+                watcher.step(0, 20, 3.25)
+                watcher.step(0, 21, 3.125)
+                watcher.stage(1, "evaluating")
+                watcher.done(1, result)
+            stream.flush()
+            os.set_blocking(shown.fileno(), False)
+            text = b"".join(iter(lambda: shown.read(65536) or b"", b"")).decode()
+        assert "reading text" in text
+        assert "zaya-seed0" in text
+        assert "21/40 loss 3.125, 0:0" in text
+        assert "40/40 loss 1.750, 9,876 tokens/s" in text
 
     def test_the_command_is_the_one_beside_this_python(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         python = tmp_path / ".venv" / "bin" / "python"

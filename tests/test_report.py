@@ -233,6 +233,19 @@ class TestPage:
         ):
             assert value in page.text.replace("_ ", "_"), value
 
+    def test_shows_the_search_for_learning_rates_of_the_models_there(self) -> None:
+        table = build_report(make_results(models=("zaya", "llama"))).split("Table of the learning-rate search")[1]
+        table = table[: table.index("</table>")]
+        found = re.findall(r"<t[hd][^>]*>([^<]*)</t[hd]>", table)
+        times = "\N{MULTIPLICATION SIGN}"
+        assert found == [
+            *("Learning rates", f"{times} 0.5", f"{times} 1", "Chosen"),
+            *("ZAYA1", "2.312", "2.275", f"{times} 1"),
+            *("Llama", "2.363", "2.325", f"{times} 1"),
+        ]
+        without = make_results(models=("zaya",)) | {"search": None}
+        assert "learning-rate search" not in build_report(without)
+
     def test_model_that_is_not_equal_in_transformers_is_not_called_so(self) -> None:
         results = make_results(("zaya",), steps=2)
         assert build_report(results).count("<td>yes</td>") == 2

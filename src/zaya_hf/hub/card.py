@@ -18,6 +18,7 @@ from jinja2 import Environment, StrictUndefined
 
 from zaya_hf.reporting.formats import FILTERS, interval, score, visible
 from zaya_hf.reporting.results import check_results, published_run, score_value, spread
+from zaya_hf.resources import resource
 
 FILE = "README.md"
 LICENSE = "apache-2.0"
@@ -71,12 +72,8 @@ def write_card(results: dict[str, Any], folder: Path, template: Path | None = No
         ValueError: as of `build_card`, or the folder has a card already.
         OSError: the file cannot be written.
     """
-    if template is None:
-        from zaya_hf.resources import resource
-
-        template = resource("model_cards", "quickstart.md.jinja")
     path = folder / FILE
-    card = build_card(results, template)
+    card = build_card(results, template or resource("model_cards", "quickstart.md.jinja"))
     try:
         with path.open("x", encoding="utf-8", newline="\n") as file:
             file.write(card)

@@ -12,8 +12,8 @@ from pathlib import Path
 from zaya_hf.reporting.results import FILE, MADE_BY
 
 _MARK = ".zaya-quickstart"  # in every output folder from its first moment on; also the lock
-# What a finished folder shows beside its results.
-REPORT, HUB, RUNS, ITEMS = "report.html", "hub", "runs", "evaluation"
+# What a finished folder shows beside its results and report.
+HUB, RUNS, ITEMS = "hub", "runs", "evaluation"
 # Hidden, and gone at the end: tokenizer and token streams, and what is about to take the place of `hub`.
 PREPARED, NEW_HUB = ".prepared", ".hub.new"
 _BEFORE_FIVE_MODELS = "model"  # what the quickstart of version 0.1 wrote beside results.json

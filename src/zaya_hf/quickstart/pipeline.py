@@ -17,13 +17,12 @@ from typing import Any
 from transformers.utils import logging as transformers_logging
 
 from zaya_hf.hub.card import write_card
-from zaya_hf.quickstart import data, jobs, output, pool, results
+from zaya_hf.quickstart import data, jobs, output, pool, report, results
 from zaya_hf.quickstart.corpus import load_corpus
 from zaya_hf.quickstart.models import FAMILIES
-from zaya_hf.quickstart.progress import say, watching
-from zaya_hf.quickstart.publish import publish
+from zaya_hf.quickstart.progress import say, waiting, watching
+from zaya_hf.quickstart.publish import LOADERS, publish
 from zaya_hf.quickstart.recipe import Recipe
-from zaya_hf.quickstart.report import write_report
 from zaya_hf.reporting.results import FILE
 
 _COMPARED_ROWS = 8
@@ -54,8 +53,8 @@ def _run(args: argparse.Namespace) -> None:
     say("quickstart", f"{titles}{each}: {recipe.tokens / 1e6:.2f} M tokens of training, evaluation, report")
     say("", f"offline, on CPU; {_expected(recipe, len(names) * len(seeds))}; Ctrl-C and the same command go on later")
 
-    say("text", "reading the standard library, learning a tokenizer")
-    prepared = data.prepare(load_corpus(), recipe, out / output.PREPARED, out / output.ITEMS)
+    with waiting("reading, learning a tokenizer, choosing what to ask", sys.stderr):
+        prepared = data.prepare(load_corpus(), recipe, out / output.PREPARED, out / output.ITEMS)
     _describe_text(prepared)
 
     rates = results.learning_rate_factors()
@@ -93,11 +92,12 @@ def _run(args: argparse.Namespace) -> None:
     )
     if "zaya" in names:
         first = next(job for job in todo if job.name == "zaya")
-        found["published"] = _publish(first, found, out)
+        with waiting("loading the saved model in fresh processes", sys.stderr):
+            found["published"] = _publish(first, found, out)
     found["seconds"] = time.monotonic() - started
     output.replace_hub(out)
     jobs.write_json(out / FILE, found)
-    write_report(found, out / output.REPORT)
+    report.write_report(found, out / report.FILE)
     _conclude(out, found)
 
 
@@ -110,7 +110,7 @@ def _expected(recipe: Any, jobs: int) -> str:
 def _describe_text(prepared: dict[str, Any]) -> None:
     text, tokenizer = prepared["corpus"], prepared["tokenizer"]
     megabytes = f"{text['train_bytes'] / 1e6:.1f} MB to train on, {text['held_out_bytes'] / 1e6:.2f} MB held out"
-    say("", f"{text['origin']}: {megabytes}")
+    say("text", f"{text['origin']}: {megabytes}")
     say("tokenizer", f"{tokenizer['entries']:,} entries, {tokenizer['bytes_per_token']:.2f} bytes per token")
 
 
@@ -126,6 +126,11 @@ def _publish(job: Any, found: dict[str, Any], out: Path) -> dict[str, Any]:
 
 
 def _conclude(out: Path, found: dict[str, Any]) -> None:
+    published = found["published"]
+    for which, name in LOADERS.items() if published else ():
+        check = published["loaded"][which]
+        equal = f"logits equal within {check['max_logit_difference']:.1e} (limit {check['limit']:.1e})"
+        say("loaded", f"by {name} in a fresh process: {equal}")
     print()
     print("\n".join(results.table(found)))
     print()
@@ -134,12 +139,11 @@ def _conclude(out: Path, found: dict[str, Any]) -> None:
         say("note", "one seed: differences between models include seed noise, which --seeds 3 measures")
     else:
         say("note", f"means over {len(seeds)} seeds; the report shows their spread")
-    published = found["published"]
     if published:
         for sample in published["samples"]:
             say("sample", f"continues the prompt {sample['prompt']!r}; little sense is expected of a model this small:")
             print(f"\n{sample['text'].strip()}\n")
-    say("report", f"{out / output.REPORT}, all figures in {out / FILE}")
+    say("report", f"{out / report.FILE}, all figures in {out / FILE}")
     if published:
         folder = out / published["folder"]
         say("model", f"{folder}, loads in transformers with or without zaya_hf")

@@ -9,8 +9,10 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
@@ -63,15 +65,27 @@ def run_jobs(todo: Sequence[Job], processes: int, watcher: Watcher) -> list[dict
 def _start() -> _Worker:
     here, there = _SPAWN.Pipe()
     process = _SPAWN.Process(target=_serve, args=(there,), daemon=True)
-    # Ctrl-C reaches all processes of a terminal. A worker is told by its parent, so it ignores the signal from its very
-    # first instruction on, which only inheriting can give it.
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
+    with _sigint_ignored():
         process.start()
-    finally:
-        signal.signal(signal.SIGINT, before)
     there.close()  # the worker has its own copy: with ours open, its death would not be seen
     return _Worker(process, here)
+
+
+@contextmanager
+def _sigint_ignored() -> Iterator[None]:
+    """For a process that is started meanwhile, and inherits it for good.
+
+    Ctrl-C reaches all processes of a terminal. A worker is told by its parent, so it has to ignore the signal from its
+    very first instruction on.
+    """
+    if threading.current_thread() is not threading.main_thread():  # which alone may set what signals do
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _hand_out(worker: _Worker, todo: Sequence[Job], waiting: list[int]) -> None:

@@ -30,6 +30,16 @@ def draws_bars(stream: TextIO) -> bool:
     return size.columns > 0 and size.lines > 0
 
 
+@contextmanager
+def waiting(text: str, stream: TextIO) -> Iterator[None]:
+    """Something that takes some seconds and has no steps: a spinner with `text` on `stream` if it is a terminal."""
+    if not draws_bars(stream):
+        yield
+        return
+    with Console(file=stream).status(text):
+        yield
+
+
 def describe(result: dict[str, Any], steps: int) -> str:
     """What came of a job, in one line."""
     tail = result["losses"][-min(20, steps) :]

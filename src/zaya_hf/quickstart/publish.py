@@ -16,11 +16,11 @@ from transformers import AutoTokenizer
 
 from zaya_hf.modeling_zaya import ZayaForCausalLM
 from zaya_hf.quickstart import probe
-from zaya_hf.quickstart.progress import say
 
 # How far logits may be apart in fp32, as a share of the largest logit: rounding grows with the numbers added up.
 # (Logits of this model reach 23. Both classes are then up to 1.5e-5 from the same model in float64, 7e-7 of that.)
 TOLERANCE = 1e-5
+LOADERS = {"stock": "transformers without zaya_hf", "zaya_hf": "zaya_hf"}
 PROMPTS = ("def ", "The ", "37+8=")
 
 
@@ -51,7 +51,7 @@ def publish(model: Path, folder: Path, ids: torch.Tensor, threads: int, seed: in
     loaded: dict[str, dict[str, Any]] = {}
     try:
         save_file({"ids": ids.contiguous(), **prompts, **numbers}, inputs)
-        for which, name in (("stock", "transformers without zaya_hf"), ("zaya_hf", "zaya_hf")):
+        for which, name in LOADERS.items():
             report = _run_probe([str(folder), str(inputs), str(output), which])
             difference = (load_file(output)["logits"] - expected).abs().max().item()
             limit = TOLERANCE * max(1.0, expected.abs().max().item())
@@ -60,7 +60,6 @@ def publish(model: Path, folder: Path, ids: torch.Tensor, threads: int, seed: in
                     f"{name} loads the saved model, but its logits are up to {difference:.1e} from the trained "
                     f"model's; at most {limit:.1e} was expected"
                 )
-            say("loaded", f"by {name} in a fresh process: logits equal within {difference:.1e} (limit {limit:.1e})")
             loaded[which] = report | {"max_logit_difference": difference, "limit": limit}
     finally:
         inputs.unlink(missing_ok=True)

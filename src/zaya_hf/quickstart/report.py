@@ -59,6 +59,7 @@ def build_report(results: dict[str, Any]) -> str:
         created=report_words.date(results["created"]),
         seeds=report_words.seeds(results),
         samples=_samples(results),
+        search=_search(results),
         snippet_folder=None if results["published"] is None else json.dumps(results["published"]["folder"]),
     )
 
@@ -265,6 +266,21 @@ def _cost_charts(results: Mapping[str, Any]) -> list[dict[str, Any]]:
         chart("speed", "Training speed", f"Evaluation not included.{strokes}", speeds, "tokens per second"),
         chart("time", "Training time", f"Of one training.{beside}{strokes}", times, "seconds"),
     ]
+
+
+def _search(results: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Rows of the learning-rate search: bits per byte for each factor, and the factor taken."""
+    search = results["search"]
+    rows = []
+    for model in results["models"] if search else ():
+        found, chosen = search["bits_per_byte"].get(model["name"]), search["chosen"].get(model["name"])
+        if isinstance(found, Mapping) and chosen is not None:
+            values = [found.get(str(factor)) for factor in search["factors"]]
+            bits = [f"{value:.3f}" if isinstance(value, float) else "none" for value in values]
+            rows.append(
+                {"title": model["title"], "own": model["name"] == report_words.OWN, "bits": bits, "chosen": chosen}
+            )
+    return rows
 
 
 def _samples(results: Mapping[str, Any]) -> list[dict[str, str]]:

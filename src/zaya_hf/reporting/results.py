@@ -73,7 +73,7 @@ _RESULTS: dict[str, Any] = {
             "samples": [{"prompt": str, "text": str}],
         }
     ),
-    "search": _Optional({"steps": _COUNT, "chosen": {}}),
+    "search": _Optional({"steps": _COUNT, "factors": [_NUMBER], "bits_per_byte": {}, "chosen": {}}),
 }
 _SCORES: dict[str, dict[str, Any]] = {
     "choice": {
