@@ -62,6 +62,7 @@ def _tasks() -> list[dict[str, Any]]:
         "items": 120,
         "version": 1,
         "description": "Bits the model needs for each byte of prose and code from files that it was not trained on.",
+        "note": "",
     }
     choices = [
         {
@@ -73,6 +74,7 @@ def _tasks() -> list[dict[str, Any]]:
             "chance": 1 / choices,
             "version": 1,
             "description": f"One right line against {choices - 1} wrong ones; the likelier one counts.",
+            "note": "Guessing by length gives 0.3.",
         }
         for name, title, items, choices, _ in _CHOICES
     ]
@@ -110,6 +112,7 @@ def _run(name: str, seed: int, steps: int) -> dict[str, Any]:
         "tokens": tokens,
         "seconds": seconds,
         "tokens_per_second": tokens / seconds,
+        "router_load": [0.5, 1.75] if name == "zaya" else None,
         "evaluation": {"seconds": 9.1, "tasks": scores},
     }
 
@@ -201,7 +204,7 @@ def make_results(
         "search": {
             "steps": 200,
             "factors": [0.5, 1.0],
-            "bits_per_byte": {name: {"0.5": bits + 0.1625, "1.0": bits + 0.125} for name, bits in _BITS.items()},
+            "validation_loss": {name: {"0.5": bits + 0.1625, "1.0": bits + 0.125} for name, bits in _BITS.items()},
             "chosen": dict.fromkeys(TITLES, 1.0),
         },
     }

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from zaya_hf.quickstart import arithmetic, bpe
 from zaya_hf.quickstart.arithmetic import HELD_OUT, TRAINING, Sum, far_answers, near_answers
+from zaya_hf.resources import resource
 
 
 @pytest.fixture(scope="module")
@@ -117,3 +118,15 @@ class TestRows:
     def test_no_rows_and_short_rows(self, tokenizer: PreTrainedTokenizerFast) -> None:
         assert arithmetic.rows(tokenizer, 0, 128, torch.Generator()).shape == (0, 128)
         assert arithmetic.rows(tokenizer, 3, 1, torch.Generator()).tolist() == [[1], [1], [1]]
+
+
+@pytest.mark.parametrize(("name", "answers"), [("far", far_answers), ("near", near_answers)])
+def test_the_task_says_how_far_one_comes_without_adding(name: str, answers: Callable[..., list[str]]) -> None:
+    """Taking the answer nearest to the first number is a baseline that the accuracy has to be read against."""
+    right = 0.0
+    for item in HELD_OUT:
+        distances = {value: abs(int(value) - item.first) for value in (str(item.value), *answers(item))}
+        nearest = [value for value, distance in distances.items() if distance == min(distances.values())]
+        right += (str(item.value) in nearest) / len(nearest)
+    text = resource("eval", "tasks", "quickstart", f"arithmetic_{name}.yaml").read_text(encoding="utf-8")
+    assert f"is right in {100 * right / len(HELD_OUT):.0f} % of these" in " ".join(text.split())

@@ -179,21 +179,6 @@ class TestLineChart:
         assert re.search(r'<use href="#a-[^"]+" x="[\d.]+" y="[\d.]+" style="fill: var\(--series-0\)', svg)
         assert "1" in texts(svg)
 
-    def test_logarithmic_axes_have_plain_numbers(self) -> None:
-        svg = line_chart(
-            "a",
-            [Line("roof", [0.1, 1, 100], [1e9, 1e10, 1e12])],
-            x_label="FLOP per byte",
-            y_label="FLOP/s",
-            description="",
-            x_log=True,
-            y_log=True,
-        )
-        shown = texts(svg)
-        assert {"0.1", "1", "10", "100", "1\u00a0B", "10\u00a0B", "1\u00a0T"} <= set(shown)
-        assert shown["10"][0] - shown["1"][0] == pytest.approx(shown["1"][0] - shown["0.1"][0], abs=0.01)
-        assert not any("$" in text for text in shown)
-
     def test_names_are_text_and_never_markup(self) -> None:
         name = "<b>&$x_1$"
         svg = line_chart("a", [Line(name, [1, 2], [1, 2])], x_label="#000001", y_label="\x00\ud800", description='"<')

@@ -19,7 +19,8 @@ from transformers import PreTrainedModel
 
 import zaya_hf
 from zaya_hf.testing import TINY, tiny_config
-from zaya_hf.training.loop import LoopSettings, TrainingLog, remove_checkpoint, train
+from zaya_hf.training.checkpoint import remove_checkpoint
+from zaya_hf.training.loop import LoopSettings, TrainingLog, train
 
 VOCABULARY, LENGTH = 32, 16
 SETTINGS = LoopSettings(steps=8, warmup_steps=2, checkpoint_every=3, newton_schulz_dtype="float32")

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 import zaya_hf
 from zaya_hf.testing import TINY, tiny_config
 from zaya_hf.training import optim
-from zaya_hf.training.optim import HybridMuon, build_optimizer, newton_schulz_dtype, orthogonalise, parameter_roles
+from zaya_hf.training.optim import HybridMuon, build_optimizer, newton_schulz_dtype, orthogonalise
+from zaya_hf.training.roles import parameter_roles
 
 
 def parameters(*shapes: tuple[int, ...], seed: int = 0) -> list[nn.Parameter]:

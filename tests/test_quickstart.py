@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import importlib.util
 import json
+import math
 import os
 import re
 import shutil
@@ -14,7 +14,6 @@ import struct
 import subprocess
 import sys
 import termios
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from transformers import AutoTokenizer, GenerationConfig
 import zaya_cli
 import zaya_hf
 from zaya_hf.hub.card import check_card
-from zaya_hf.quickstart import corpus, items, jobs, pipeline, progress, publish, results, search
+from zaya_hf.quickstart import collect, corpus, items, jobs, pool, progress, publish, search, summary
 from zaya_hf.quickstart.models import FAMILIES
 from zaya_hf.quickstart.recipe import Recipe
 
@@ -84,16 +83,6 @@ def out(runs: Path, printed: Printed, few_items: None, capfd: pytest.CaptureFixt
     if not printed.texts:
         printed.texts.append(quickstart(capfd, folder, "--seed", 5, "--only", "zaya,llama"))
     return folder
-
-
-def working(group: int) -> list[str]:
-    """The processes of a process group, less those that have ended and wait for somebody to ask how."""
-    found = []
-    for process in psutil.process_iter(["pid", "status", "cmdline"]):
-        with contextlib.suppress(ProcessLookupError):
-            if os.getpgid(process.pid) == group and process.info["status"] != psutil.STATUS_ZOMBIE:
-                found.append(" ".join(process.info["cmdline"] or ()))
-    return found
 
 
 def read(out: Path) -> dict[str, Any]:
@@ -174,15 +163,15 @@ class TestPublished:
 
     def test_logits_that_differ_are_an_error(self, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def run_probe(arguments: list[str]) -> dict[str, Any]:
-            save_file({"logits": torch.zeros(1, 1024)}, arguments[2])
+            save_file({"logits": torch.zeros(1)}, arguments[2])
             return {"class": "x"}
 
         monkeypatch.setattr(publish, "_run_probe", run_probe)
-        ids = torch.arange(12)[None]
+        run = out / "runs" / "zaya-seed5"
         with pytest.raises(
             RuntimeError, match="transformers without zaya_hf loads the saved model, but its logits are"
         ):
-            publish.publish(out / "runs" / "zaya-seed5" / "model", tmp_path / "hub", ids, threads=1, seed=0)
+            publish.publish(run / "model", run / "logits.safetensors", tmp_path / "hub", threads=1, seed=0)
         assert not list((tmp_path / "hub").glob(".*"))
 
     def test_a_probe_that_fails_says_why(self) -> None:
@@ -194,10 +183,10 @@ class TestPrinted:
     def test_it_says_first_what_it_does_and_how_long_it_takes(self, out: Path, printed: Printed) -> None:
         lines = printed.texts[0].splitlines()
         assert lines[0].startswith("quickstart ZAYA1, Llama-3: 0.01 M tokens of training, evaluation, report")
-        assert "on two idle cores" in lines[1]
+        assert "training   2 runs of 6 steps, on two idle cores about 1 minute with evaluation" in lines
 
     def test_the_table_has_the_scores(self, out: Path, printed: Printed) -> None:
-        table = results.table(read(out))
+        table = summary.table(read(out))
         assert "\n".join(table) in printed.texts[0]
         (run,) = read(out)["models"][0]["runs"]
         row = next(line for line in table if line.startswith("ZAYA1"))
@@ -306,29 +295,28 @@ class TestStopped:
     def test_ctrl_c_is_one_line_and_leaves_what_the_next_run_needs(self, tmp_path: Path) -> None:
         out = tmp_path / "out"
         process = subprocess.Popen(
-            [sys.executable, "-m", "zaya_cli", "quickstart", "--steps", "4000", "--only", "llama", "--out", str(out)],
+            [sys.executable, "-m", "zaya_cli", "quickstart", "--steps", "400", "--only", "llama", "--out", str(out)],
             env=os.environ | {"PYTHONPATH": os.pathsep.join([str(SRC), os.environ.get("PYTHONPATH", "")])},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
         )
-        folder = out / "runs" / "llama-seed0"
-        deadline = time.monotonic() + 300
-        while not list(folder.glob("checkpoint/step-*/progress.json")) and time.monotonic() < deadline:
-            assert process.poll() is None, process.communicate()
-            time.sleep(0.2)
+        assert process.stdout is not None
+        for line in process.stdout:
+            if "100 of 400 steps" in line:
+                break
+        processes = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the workers, too
         _, error = process.communicate(timeout=120)
         assert process.returncode == zaya_cli.INTERRUPTED
         assert error.strip() == "zaya quickstart: interrupted"
         assert {path.name for path in out.iterdir()} == {"runs", "evaluation", ".zaya-quickstart"}
-        (state,) = folder.glob("checkpoint/step-*/progress.json")
-        assert int(state.parent.name.removeprefix("step-")) >= 50
-        deadline = time.monotonic() + 30
-        while working(process.pid) and time.monotonic() < deadline:  # multiprocessing's own helper takes a moment
-            time.sleep(0.1)
-        assert working(process.pid) == []
+        (state,) = (out / "runs" / "llama-seed0").glob("checkpoint/step-*/progress.json")
+        step = int(state.parent.name.removeprefix("step-"))
+        assert 100 < step < 150  # the checkpoint of the interruption: the others are of 100 and 150
+        _, alive = psutil.wait_procs(processes, timeout=30)
+        assert [other for other in alive if other.status() != psutil.STATUS_ZOMBIE] == []
 
     @pytest.mark.parametrize("missing", ["lm_eval", "accelerate", "matplotlib"])
     def test_a_missing_package_is_named_with_the_remedy(
@@ -399,18 +387,39 @@ class TestTerminal:
         python = tmp_path / ".venv" / "bin" / "python"
         python.parent.mkdir(parents=True)
         monkeypatch.setattr(sys, "executable", str(python))
-        assert pipeline.zaya_command() == f"{python} -m zaya_hf"
+        assert summary.zaya_command() == f"{python} -m zaya_hf"
         monkeypatch.chdir(tmp_path)
-        assert pipeline.zaya_command() == ".venv/bin/python -m zaya_hf"
+        assert summary.zaya_command() == ".venv/bin/python -m zaya_hf"
         python.with_name("zaya").touch()
-        assert pipeline.zaya_command() == ".venv/bin/zaya"
+        assert summary.zaya_command() == ".venv/bin/zaya"
 
 
 class TestSearch:
     def test_the_committed_choice_follows_from_the_committed_figures(self) -> None:
-        found = json.loads(results.SEARCH.read_text(encoding="utf-8"))
-        assert found["steps"] == search.STEPS
-        assert found["bits_per_byte"].keys() == FAMILIES.keys() == results.learning_rate_factors().keys()
-        for name, bits in found["bits_per_byte"].items():
-            assert list(bits) == [str(factor) for factor in search.FACTORS]
-            assert bits[str(found["chosen"][name])] == min(bits.values())
+        found = json.loads(collect.SEARCH.read_text(encoding="utf-8"))
+        assert found["steps"] == Recipe().steps
+        losses = {
+            name: {float(f): loss for f, loss in tried.items()} for name, tried in found["validation_loss"].items()
+        }
+        assert losses.keys() == FAMILIES.keys()
+        assert search.untried(losses) == []  # no best factor is at the end of those tried
+        assert collect.learning_rate_factors() == {name: search.best(tried) for name, tried in losses.items()}
+
+    def test_all_models_are_searched_alike_until_the_best_lies_inside(
+        self, tmp_path: Path, few_items: None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        best = {"zaya": 1.0, "qwen3": 4.0, "gemma3": 0.25, "llama": 2.0, "olmoe": 1.0}
+        tried: list[tuple[str, float]] = []
+
+        def run_jobs(todo: list[jobs.Job], processes: int, watcher: Any) -> list[dict[str, Any]]:
+            assert not any(job.evaluate for job in todo)
+            tried.extend((job.name, job.rate) for job in todo)
+            return [{"validation_loss": abs(math.log2(job.rate / best[job.name]))} for job in todo]
+
+        monkeypatch.setattr(pool, "run_jobs", run_jobs)
+        found = search.search(tmp_path)
+        assert found["chosen"] == best
+        assert found["factors"] == [0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0]
+        assert list(found["validation_loss"]["qwen3"]) == ["0.5", "1.0", "2.0", "4.0", "8.0"]
+        assert list(found["validation_loss"]["olmoe"]) == ["0.5", "1.0", "2.0"]
+        assert len(set(tried)) == len(tried) == 15 + 2 + 2 + 1

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from zaya_hf import ZayaForCausalLM
 from zaya_hf.quickstart import bpe, data
@@ -21,7 +22,7 @@ RECIPE = Recipe(sequence_length=32)
 def prepared() -> data.Data:
     tokenizer = bpe.train_tokenizer([TEXT], 320)
     stream = bpe.encode_documents(tokenizer, [TEXT, TEXT[::2]])
-    return data.Data(tokenizer, stream, data.spread_windows(stream, 32, 4))
+    return data.Data(tokenizer, stream, stream)
 
 
 def is_sums(row: torch.Tensor, prepared: data.Data) -> bool:
@@ -67,23 +68,19 @@ class TestBatches:
         assert {int(row[0]) for step in range(20) for row in batches(step)["input_ids"]} == {0, 1, 2}
 
 
-def test_windows_are_spread_and_do_not_overlap() -> None:
-    stream = torch.arange(105)
-    assert data.spread_windows(stream, 10, 100).tolist() == stream[:100].view(10, 10).tolist()
-    assert data.spread_windows(stream, 10, 3)[:, 0].tolist() == [0, 30, 60]
-
-
-def test_bits_per_byte_is_that_of_one_window_after_the_other(prepared: data.Data) -> None:
-    model = redraw(ZayaForCausalLM(tiny_config(vocab_size=320)), seed=2).eval()
-    windows = data.spread_windows(prepared.stream, 8, 40)  # more than one batch
-    sizes = bpe.bytes_per_entry(prepared.tokenizer)
-    nats, size = 0.0, 0
-    for window in windows:
+def test_the_validation_loss_is_that_of_batches_of_validation_text_and_sums(
+    prepared: data.Data, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data, "_VALIDATION_BATCHES", 3)
+    model = redraw(ZayaForCausalLM(tiny_config(vocab_size=320)), seed=2).train()
+    unseen = data.Data(prepared.tokenizer, prepared.stream, prepared.stream.flip(0))
+    losses = []
+    for step in range(3):
+        ids = data.Batches(data.Data(prepared.tokenizer, unseen.validation, unseen.validation), RECIPE, 0)(step)
         with torch.no_grad():
-            scores = model(input_ids=window[None]).logits[0].double().log_softmax(-1)
-        nats -= sum(scores[i, window[i + 1]].item() for i in range(7))
-        size += sum(int(sizes[token]) for token in window[1:])
-    assert data.bits_per_byte(model, windows, sizes) == pytest.approx(nats / math.log(2) / size, rel=1e-5)
+            logits = model.eval()(input_ids=ids["input_ids"]).logits[:, :-1].double()
+        losses.append(F.cross_entropy(logits.flatten(0, 1), ids["input_ids"][:, 1:].flatten()).item())
+    assert data.validation_loss(model.train(), unseen, RECIPE) == pytest.approx(sum(losses) / 3, rel=1e-5)
 
 
 def test_the_unigram_measure_is_that_of_token_frequencies(prepared: data.Data, tmp_path: Path) -> None:

@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from zaya_hf import ZayaForCausalLM
 from zaya_hf.quickstart import data, jobs, pool
-from zaya_hf.quickstart.corpus import Corpus, Document, load_corpus
+from zaya_hf.quickstart.corpus import Corpus, load_corpus
 from zaya_hf.quickstart.jobs import Job
 from zaya_hf.quickstart.recipe import Recipe
 
 # One worker of the test run starts the processes of all tests here.
 pytestmark = pytest.mark.xdist_group("quickstart jobs")
+SRC = Path(__file__).resolve().parent.parent / "src"
 RECIPE = Recipe(
     steps=6,
     vocab_size=320,
@@ -90,6 +97,11 @@ def here(job: Job) -> dict[str, Any]:
         torch.set_num_threads(threads)
 
 
+def stops(*_: object, **__: object) -> None:
+    """In the place of something that takes time: the process is stopped meanwhile."""
+    raise KeyboardInterrupt
+
+
 def numbers(result: dict[str, Any]) -> dict[str, Any]:
     """What must not depend on when and where a job ran."""
     return {key: value for key, value in result.items() if key not in ("seconds", "tokens_per_second")}
@@ -106,31 +118,61 @@ class TestJob:
         assert len(result["losses"]) == 6
         assert result["tokens"] == 6 * 2 * 128
         assert set(result["evaluation"]["tasks"]) == set(jobs.TASKS)
-        assert {path.name for path in job.folder.iterdir()} == {"model", "run.json"}
+        assert {path.name for path in job.folder.iterdir()} == {"model", "logits.safetensors", "run.json"}
         assert json.loads((job.folder / "run.json").read_text(encoding="utf-8")) == result
         assert jobs.finished(job) == result
+
+    def test_the_logits_are_those_of_the_model_before_it_was_saved(self, job: Job) -> None:
+        here(replace(job, evaluate=True))
+        kept = load_file(job.folder / "logits.safetensors")
+        assert kept["ids"].shape == (4, RECIPE.sequence_length)
+        model = ZayaForCausalLM.from_pretrained(job.folder / "model").eval()
+        with torch.no_grad():
+            torch.testing.assert_close(model(input_ids=kept["ids"]).logits, kept["logits"], atol=1e-5, rtol=1e-5)
 
     def test_other_settings_and_damage_make_a_job_unfinished(self, job: Job) -> None:
         job = replace(job, evaluate=True)
         here(job)
+        assert jobs.finished(job) is not None
         assert jobs.finished(replace(job, fingerprint="others")) is None
-        text = (job.folder / "run.json").read_text(encoding="utf-8")
-        (job.folder / "run.json").write_text(text[:-20], encoding="utf-8")
-        assert jobs.finished(job) is None
-        (job.folder / "run.json").write_text(text, encoding="utf-8")
+        for file in ("run.json", "model/model.safetensors", "model/config.json", "logits.safetensors"):
+            content = (job.folder / file).read_bytes()
+            (job.folder / file).write_bytes(content[:-20])
+            assert jobs.finished(job) is None, file
+            (job.folder / file).write_bytes(content)
         assert jobs.finished(job) is not None
         shutil.rmtree(job.folder / "model")
         assert jobs.finished(job) is None
+        here(job)  # a damaged folder is no obstacle
+        assert jobs.finished(job) is not None
+
+    def test_a_run_that_other_settings_have_touched_is_not_taken_for_finished(
+        self, job: Job, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """First settings finish, second ones stop in the evaluation, third ones while they save, second ones again."""
+        first, second, third = (replace(job, seed=n, fingerprint=f"settings {n}", evaluate=True) for n in (1, 2, 3))
+        expected = numbers(here(replace(second, folder=job.folder.with_name("alone"))))
+        here(first)
+        with monkeypatch.context() as patch:
+            patch.setattr(jobs.harness, "evaluate", stops)
+            with pytest.raises(KeyboardInterrupt):
+                here(second)
+        assert jobs.finished(first) is None
+        with monkeypatch.context() as patch:
+            patch.setattr(jobs, "save_file", stops)
+            with pytest.raises(KeyboardInterrupt):
+                here(third)
+        result = numbers(here(second))
+        for found in (result, expected):
+            del found["evaluation"]["seconds"]
+        assert result == expected
 
     def test_a_trained_model_is_not_trained_again(self, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-        def fails(*_: object, **__: object) -> None:
-            raise RuntimeError("no evaluation today")
-
         job = replace(job, evaluate=True)
-        monkeypatch.setattr(jobs.harness, "evaluate", fails)
-        with pytest.raises(RuntimeError, match="today"):
-            here(job)
-        monkeypatch.undo()
+        with monkeypatch.context() as patch:
+            patch.setattr(jobs.harness, "evaluate", stops)
+            with pytest.raises(KeyboardInterrupt):
+                here(job)
         stages: list[str] = []
         result = jobs.run(job, lambda step, loss: pytest.fail("trained again"), stages.append)
         assert stages == ["evaluating"]
@@ -158,11 +200,6 @@ class TestJob:
         assert (settings.muon_lr, settings.adamw_lr) == (RECIPE.muon_lr / 2, RECIPE.adamw_lr / 2)
         result = here(replace(job, rate=0.5))
         assert (result["learning_rate"], result["adamw_learning_rate"]) == (0.01, 2.5e-3)
-
-    def test_nan_is_never_written(self, tmp_path: Path) -> None:
-        with pytest.raises(ValueError, match="JSON"):
-            jobs.write_json(tmp_path / "x.json", {"loss": float("nan")})
-        assert list(tmp_path.iterdir()) == []
 
 
 class TestPool:
@@ -211,8 +248,51 @@ class TestPool:
     def test_nothing_to_do_starts_nothing(self) -> None:
         assert pool.run_jobs([], 2, Watch()) == []
 
+    def test_a_worker_that_is_gone_before_its_job_is_named(self, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+        real = pool._start
 
-def test_documents_have_kinds(prepared: Path) -> None:
-    loaded = data.load(prepared / "data")
-    assert loaded.validation.shape[1] == RECIPE.sequence_length
-    assert Document.__dataclass_fields__.keys() >= {"kind", "name", "text"}
+        def start() -> Any:
+            worker = real()
+            worker.process.kill()
+            worker.process.join()
+            return worker
+
+        monkeypatch.setattr(pool, "_start", start)
+        with pytest.raises(RuntimeError, match=r"the process of zaya-seed3 died \(signal 9"):
+            pool.run_jobs([job], 1, Watch())
+
+    def test_workers_of_a_killed_parent_do_not_go_on(self, job: Job, tmp_path: Path) -> None:
+        """One that evaluates ends at once: it must not write into a folder that the next run has already."""
+        script = tmp_path / "parent.py"
+        script.write_text(
+            f"""
+import os, signal, multiprocessing
+from pathlib import PosixPath, WindowsPath
+from zaya_hf.quickstart import pool
+from zaya_hf.quickstart.jobs import Job
+from zaya_hf.quickstart.recipe import Recipe
+
+class Watch:
+    def step(self, *_): pass
+    def done(self, *_): pass
+    def stage(self, job, name):
+        if name == "evaluating":
+            print(multiprocessing.active_children()[0].pid, flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+if __name__ == "__main__":
+    pool.run_jobs([{replace(job, evaluate=True)!r}], 1, Watch())
+""",
+            encoding="utf-8",
+        )
+        path = os.pathsep.join([str(SRC), os.environ.get("PYTHONPATH", "")])
+        done = subprocess.run(
+            [sys.executable, script], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == -signal.SIGKILL, done.stderr
+        with contextlib.suppress(psutil.NoSuchProcess):
+            worker = psutil.Process(int(done.stdout))
+            psutil.wait_procs([worker], timeout=30)
+            assert not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE
+        assert not (job.folder / "run.json").exists()
+        assert (job.folder / "trained.json").exists()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 from pathlib import Path
@@ -57,6 +59,16 @@ def test_two_quickstarts_do_not_write_to_one_folder(tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.skipif(os.name != "posix", reason="there is no such lock")
+def test_a_file_system_without_locks_is_no_other_quickstart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with output.owned(tmp_path):
+        pass
+
+
 def test_what_is_in_preparation_goes_at_the_end_however_it_ends(tmp_path: Path) -> None:
     def interrupted() -> None:
         with output.owned(tmp_path):
@@ -73,9 +85,11 @@ def test_what_is_in_preparation_goes_at_the_end_however_it_ends(tmp_path: Path) 
 def test_the_hub_folder_is_replaced_whole(tmp_path: Path) -> None:
     for name, content in ((output.HUB, "old"), (output.NEW_HUB, "new")):
         (tmp_path / name / content).mkdir(parents=True)
+    for name in ("results.json", "report.html"):  # of the old one: they must not stand beside the new one
+        (tmp_path / name).touch()
     output.replace_hub(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [output.HUB]
     assert [path.name for path in (tmp_path / output.HUB).iterdir()] == ["new"]
-    assert not (tmp_path / output.NEW_HUB).exists()
 
 
 def test_a_hub_folder_of_older_results_does_not_stay_beside_new_ones(tmp_path: Path) -> None:

@@ -54,7 +54,6 @@ def evaluate(
     items: Path,
     max_length: int,
     batch_size: int = 32,
-    show_progress: bool = False,
 ) -> dict[str, Any]:
     """Score `model` on multiple-choice tasks (`acc`) and texts (`bits_per_byte`), as lm-eval's command line would.
 
@@ -68,7 +67,6 @@ def evaluate(
         items: folder that the tasks are told in their metadata.
         max_length: tokens that the model sees at most.
         batch_size: texts at a time. They are padded on the right, which a causal model does not see.
-        show_progress: let lm-eval log and draw its bars.
 
     Returns:
         {"seconds": float, "tasks": {name: score}}. A score of choices has `items`, `correct`, `accuracy`, `chance`,
@@ -81,7 +79,7 @@ def evaluate(
             `max_length`.
     """
     started = time.perf_counter()
-    with _quiet(show_progress), _mode_kept(model), _random_states_kept():
+    with _quiet(), _mode_kept(model), _random_states_kept():
         loaded = _load(tasks, task_folder, items)
         low_precision = model.dtype.itemsize < 4
         scorer = _Scorer(
@@ -99,12 +97,13 @@ def evaluate(
 
 
 def describe(tasks: Sequence[str], *, task_folder: Path, items: Path) -> list[dict[str, Any]]:
-    """What each task is: `name`, `title`, `kind`, `items`, `version`, `description`; if choices, `choices`, `chance`.
+    """What each task is: `name`, `title`, `kind`, `items`, `version`, `description`; if choices, `choices`, `chance`;
+    and `note`, which says what its scores have to be read against, or nothing.
 
     Raises:
         ValueError: a task is unknown or has another kind of metric, or the items are not there.
     """
-    with _quiet(show_progress=False), _random_states_kept():
+    with _quiet(), _random_states_kept():
         loaded = _load(tasks, task_folder, items)["tasks"]
     found = []
     for name in tasks:
@@ -114,7 +113,8 @@ def describe(tasks: Sequence[str], *, task_folder: Path, items: Path) -> list[di
         if entry["kind"] == "choice":
             choices = len(task.doc_to_choice(task.eval_docs[0]))
             entry |= {"choices": choices, "chance": _chance(task)}
-        found.append(entry | {"version": about["version"], "description": about.get("description", "")})
+        words = {key: about.get(key, "") for key in ("description", "note")}
+        found.append(entry | {"version": about["version"]} | words)
     return found
 
 
@@ -206,11 +206,8 @@ def _random_states_kept() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _quiet(show_progress: bool) -> Iterator[None]:
-    """Without lm-eval's log and bars, unless they are asked for. Some of its bars have no switch of their own."""
-    if show_progress:
-        yield
-        return
+def _quiet() -> Iterator[None]:
+    """Without lm-eval's log and bars, of which some have no switch of their own."""
     logger = logging.getLogger("lm_eval")
     level = logger.level
     drawn = {name: vars(module)["tqdm"] for name, module in _lm_eval_modules() if "tqdm" in vars(module)}

@@ -17,7 +17,7 @@ from huggingface_hub import EvalResult, ModelCardData
 from jinja2 import Environment, StrictUndefined
 
 from zaya_hf.reporting.formats import FILTERS, interval, score, visible
-from zaya_hf.reporting.results import check_results, published_run, score_value, spread
+from zaya_hf.reporting.results import TRIAL, check_results, published_run, score_value, spread
 from zaya_hf.resources import resource
 
 FILE = "README.md"
@@ -175,9 +175,8 @@ def _seed_words(results: Mapping[str, Any], model: Mapping[str, Any]) -> str:
     """What one seed, or several, say about the numbers of the table."""
     if len(model["runs"]) == 1:
         return (
-            "These are the numbers of one seed. Another seed gives others: in an earlier trial, one task set gave "
-            "0.375, 0.45 and 0.75 over three seeds of one model. Differences from other models include this noise, and "
-            "none is called resolved. `zaya quickstart --seeds 3` measures it."
+            f"These are the numbers of one seed, and another seed gives others. {TRIAL}. Differences from other models "
+            "include this noise, and none is called resolved. `zaya quickstart --seeds 3` measures it."
         )
     ranges = []
     for task in results["tasks"]:

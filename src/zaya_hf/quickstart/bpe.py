@@ -51,17 +51,7 @@ def encode_documents(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -
     """One stream of ids, int64 [tokens], with an eos after every document."""
     eos = tokenizer.eos_token_id
     stream: list[int] = []
-    for ids in tokenizer(list(texts), add_special_tokens=False)["input_ids"]:
+    for ids in tokenizer(list(texts), add_special_tokens=False, split_special_tokens=True)["input_ids"]:
         stream.extend(ids)
         stream.append(eos)
     return torch.tensor(stream, dtype=torch.int64)
-
-
-def bytes_per_entry(tokenizer: PreTrainedTokenizerFast) -> torch.Tensor:
-    """How many bytes of text each id stands for, int64 [vocab]; 0 for special tokens.
-
-    Byte-level BPE writes each byte as one character, so an entry's length in characters is its length in bytes.
-    """
-    special = set(tokenizer.all_special_ids)
-    entries = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
-    return torch.tensor([0 if i in special else len(entry) for i, entry in enumerate(entries)], dtype=torch.int64)

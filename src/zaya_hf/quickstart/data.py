@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
@@ -19,7 +18,8 @@ from zaya_hf.quickstart import arithmetic, bpe, items
 from zaya_hf.quickstart.corpus import Corpus, Document
 from zaya_hf.quickstart.recipe import Recipe
 
-_VALIDATION_WINDOWS = 192
+_VALIDATION_BATCHES = 50
+_VALIDATION_SEED = 0  # of the batches; the same for every model
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Data:
 
     Attributes:
         stream: int64 [tokens], the training documents with an eos after each.
-        validation: int64 [windows, sequence_length] from files that neither train nor are held out.
+        validation: int64 [tokens], the same of files that neither train nor are held out.
     """
 
     tokenizer: PreTrainedTokenizerFast
@@ -49,10 +49,7 @@ def prepare(corpus: Corpus, recipe: Recipe, folder: Path, item_folder: Path) -> 
     stream = bpe.encode_documents(tokenizer, [document.text for document in corpus.train])
     validation = bpe.encode_documents(tokenizer, [document.text for document in corpus.validation])
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(
-        {"stream": stream, "validation": spread_windows(validation, recipe.sequence_length, _VALIDATION_WINDOWS)},
-        folder / "tokens.safetensors",
-    )
+    save_file({"stream": stream, "validation": validation}, folder / "tokens.safetensors")
     tokenizer.save_pretrained(folder)
     counts = items.write_items(item_folder, corpus)
     return {
@@ -60,7 +57,7 @@ def prepare(corpus: Corpus, recipe: Recipe, folder: Path, item_folder: Path) -> 
         "arithmetic": {"train": len(arithmetic.TRAINING), "held_out": len(arithmetic.HELD_OUT)},
         "tokenizer": {"entries": len(tokenizer), "bytes_per_token": _bytes(corpus.train) / len(stream)},
         "unigram_bits_per_byte": _unigram_bits_per_byte(tokenizer, stream, item_folder / "bits.jsonl"),
-        "items": {"counts": counts, "sha256": _digest(sorted(item_folder.glob("*.jsonl")))},
+        "items": {"counts": counts, "sha256": digest(sorted(item_folder.glob("*.jsonl")))},
     }
 
 
@@ -97,31 +94,17 @@ class Batches:
         return {"input_ids": ids, "labels": ids}
 
 
-def spread_windows(stream: torch.Tensor, length: int, count: int) -> torch.Tensor:
-    """Up to `count` windows int64 [windows, length], spread evenly over `stream` and without overlap."""
-    windows = stream[: len(stream) // length * length].view(-1, length)
-    if len(windows) > count:
-        windows = windows[torch.arange(count) * len(windows) // count]
-    return windows.contiguous()
-
-
 @torch.no_grad()
-def bits_per_byte(model: PreTrainedModel, windows: torch.Tensor, entry_bytes: torch.Tensor) -> float:
-    """Bits that `model` needs for each byte of text; chooses learning rates, the evaluation proper is lm-eval's.
+def validation_loss(model: PreTrainedModel, prepared: Data, recipe: Recipe) -> float:
+    """Nats per token on batches like those of the training, with validation text in the place of the training's.
 
-    Every window starts without context, so its first token is given and only the others are counted.
-
-    Args:
-        windows: int64 [windows, length].
-        entry_bytes: int64 [vocab], the bytes of text each id stands for. End-of-document tokens have none; their bits
-            are counted all the same, since a reader of the text has to know where it ends.
+    It chooses learning rates. The sums in it are the training's: held-out ones are for the evaluation alone.
     """
     model.eval()
-    nats = 0.0
-    for ids in windows.split(32):
-        logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
-        nats += F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten(), reduction="sum").item()
-    return nats / math.log(2) / int(entry_bytes[windows[:, 1:]].sum())
+    unseen = Data(prepared.tokenizer, prepared.validation, prepared.validation)
+    batches = Batches(unseen, recipe, _VALIDATION_SEED)
+    losses = [model(**batches(step), use_cache=False).loss.item() for step in range(_VALIDATION_BATCHES)]
+    return sum(losses) / len(losses)
 
 
 def _unigram_bits_per_byte(tokenizer: PreTrainedTokenizerFast, stream: torch.Tensor, pieces: Path) -> float:
@@ -146,9 +129,10 @@ def _bytes(documents: Sequence[Document]) -> int:
     return sum(len(document.text.encode()) for document in documents)
 
 
-def _digest(files: Sequence[Path]) -> str:
-    digest = hashlib.sha256()
+def digest(files: Sequence[Path]) -> str:
+    """SHA-256 of the names and contents of `files`, in order."""
+    found = hashlib.sha256()
     for file in files:
         data = file.read_bytes()
-        digest.update(f"{file.name}:{len(data)}\n".encode() + data)
-    return digest.hexdigest()
+        found.update(f"{file.name}:{len(data)}\n".encode() + data)
+    return found.hexdigest()

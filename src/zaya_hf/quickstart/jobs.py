@@ -6,7 +6,6 @@ Each stage leaves its result in the job's folder, so a repeated job does what is
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,16 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
 from zaya_hf import registration
+from zaya_hf.atomic import write_json
 from zaya_hf.evaluation import harness
-from zaya_hf.quickstart import bpe, data
+from zaya_hf.quickstart import data
 from zaya_hf.quickstart.models import build_model, parameter_counts
 from zaya_hf.quickstart.recipe import Recipe
 from zaya_hf.resources import resource
-from zaya_hf.training.loop import LoopSettings, TrainingLog, remove_checkpoint, train
+from zaya_hf.training.checkpoint import remove_checkpoint
+from zaya_hf.training.loop import LoopSettings, TrainingLog, train
 
 TASKS = (
     "zaya_quickstart_bits",
@@ -32,8 +34,11 @@ TASKS = (
     "zaya_quickstart_arithmetic_far",
     "zaya_quickstart_arithmetic_near",
 )
-# Folder and files of a job; `run.json` is written last and means that the job is done.
-MODEL, CHECKPOINT, TRAINED, DONE = "model", "checkpoint", "trained.json", "run.json"
+# What a job leaves in its folder: the model, logits of the trained model before it was saved, and `run.json`, which is
+# written last and means that the job is done. In between, checkpoints, and `trained.json` after the training.
+MODEL, LOGITS, DONE = "model", "logits.safetensors", "run.json"
+CHECKPOINT, TRAINED = "checkpoint", "trained.json"
+_LOGIT_ROWS = 4
 
 
 @dataclass(frozen=True)
@@ -45,7 +50,7 @@ class Job:
         rate: factor of both learning rates of the recipe.
         folder: of this job alone.
         fingerprint: of everything that moves a number; results with another one are not taken over.
-        evaluate: run lm-eval and keep the model; without it only the validation text is measured.
+        evaluate: keep the model and run lm-eval; without it only the validation loss is measured.
     """
 
     name: str
@@ -64,10 +69,8 @@ class Job:
 
 
 def finished(job: Job) -> dict[str, Any] | None:
-    """The result of an earlier run of the same job, or None."""
-    if not (job.folder / MODEL / "config.json").is_file():
-        return None
-    return _read(job.folder / DONE, job.fingerprint)
+    """The result of an earlier run of the same job whose files are still those that it wrote, or None."""
+    return _stage(job, DONE)
 
 
 def run(job: Job, on_step: Callable[[int, float], None], on_stage: Callable[[str], None]) -> dict[str, Any]:
@@ -81,58 +84,65 @@ def run(job: Job, on_step: Callable[[int, float], None], on_stage: Callable[[str
     torch.set_num_threads(job.recipe.threads)
     transformers_logging.disable_progress_bar()
     prepared = data.load(job.data)
-    trained = _read(job.folder / TRAINED, job.fingerprint)
-    if trained is not None:
-        model = _load(job.folder / MODEL)
-    else:
+    result = _stage(job, TRAINED)
+    if result is None:
         on_stage("training")
-        model, trained = _train(job, prepared, on_step)
-    result = trained
+        result = _train(job, prepared, on_step)
     if job.evaluate:
         on_stage("evaluating")
-        result = trained | {
-            "evaluation": harness.evaluate(
-                model,
-                prepared.tokenizer,
-                TASKS,
-                task_folder=resource("eval", "tasks", "quickstart"),
-                items=job.items,
-                max_length=job.recipe.sequence_length,
-            )
-        }
+        result["evaluation"] = harness.evaluate(
+            _load(job.folder / MODEL),
+            prepared.tokenizer,
+            TASKS,
+            task_folder=resource("eval", "tasks", "quickstart"),
+            items=job.items,
+            max_length=job.recipe.sequence_length,
+        )
     write_json(job.folder / DONE, result)
     (job.folder / TRAINED).unlink(missing_ok=True)
+    remove_checkpoint(job.folder / CHECKPOINT)
     return result
 
 
-def _train(
-    job: Job, prepared: data.Data, on_step: Callable[[int, float], None]
-) -> tuple[PreTrainedModel, dict[str, Any]]:
+def _train(job: Job, prepared: data.Data, on_step: Callable[[int, float], None]) -> dict[str, Any]:
     recipe = job.recipe
     model = build_model(job.name, recipe, prepared.tokenizer, job.seed)
     total, active = parameter_counts(model)
-    checkpoint = job.folder / CHECKPOINT
-    job.folder.mkdir(parents=True, exist_ok=True)
     log = train(
         model,
         data.Batches(prepared, recipe, job.seed),
         loop_settings(recipe, job.rate),
-        checkpoint=checkpoint,
+        checkpoint=job.folder / CHECKPOINT,
         fingerprint=job.fingerprint,
         on_step=on_step,
     )
-    result = _training_facts(job, model, log) | {
-        "parameters": total,
-        "active_parameters": active,
-        "validation_bits_per_byte": data.bits_per_byte(
-            model, prepared.validation, bpe.bytes_per_entry(prepared.tokenizer)
-        ),
-    }
-    if job.evaluate:
-        _save(model, prepared.tokenizer, job.folder / MODEL)
-        write_json(job.folder / TRAINED, result)
-    remove_checkpoint(checkpoint)
-    return model, result
+    result = _training_facts(job, model, log) | {"parameters": total, "active_parameters": active}
+    if not job.evaluate:
+        return result | {"validation_loss": data.validation_loss(model, prepared, recipe)}
+    for file in (DONE, TRAINED):  # of a run with other settings: what it says is not of the files that come now
+        (job.folder / file).unlink(missing_ok=True)
+    _save(model, prepared.tokenizer, job.folder / MODEL)
+    ids = prepared.validation[: _LOGIT_ROWS * recipe.sequence_length].view(_LOGIT_ROWS, -1)
+    with torch.no_grad():
+        save_file({"ids": ids, "logits": model(input_ids=ids, use_cache=False).logits}, job.folder / LOGITS)
+    result["files_sha256"] = _files_digest(job)
+    write_json(job.folder / TRAINED, result)
+    return result
+
+
+def _stage(job: Job, file: str) -> dict[str, Any] | None:
+    """What an earlier run of the same job wrote to `file`, if it is whole and so are the files that it is about."""
+    try:
+        found: dict[str, Any] = json.loads((job.folder / file).read_text(encoding="utf-8"))
+        same = found["fingerprint"] == job.fingerprint and found["files_sha256"] == _files_digest(job)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # not there, cut short, or of another version
+    return found if same else None
+
+
+def _files_digest(job: Job) -> str:
+    """Of the model's files and the logits."""
+    return data.digest([*sorted((job.folder / MODEL).iterdir()), job.folder / LOGITS])
 
 
 def loop_settings(recipe: Recipe, rate: float) -> LoopSettings:
@@ -172,7 +182,7 @@ def _load(folder: Path) -> PreTrainedModel:
 
 
 def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)  # of a run with other settings
+    shutil.rmtree(folder, ignore_errors=True)
     model.generation_config = GenerationConfig(
         do_sample=True,
         temperature=0.8,
@@ -183,22 +193,3 @@ def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Pa
     )
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-
-
-def _read(file: Path, fingerprint: str) -> dict[str, Any] | None:
-    try:
-        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        return found if found["fingerprint"] == fingerprint else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None  # not there, cut short, or of another version
-
-
-def write_json(file: Path, value: Any) -> None:
-    """Write `value` so that no reader ever sees half of it. NaN and infinities are refused (ValueError)."""
-    text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)
-    beside = file.with_name(f".{file.name}.{os.getpid()}")
-    try:
-        beside.write_text(text + "\n", encoding="utf-8")
-        beside.replace(file)
-    finally:
-        beside.unlink(missing_ok=True)

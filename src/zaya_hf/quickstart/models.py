@@ -33,6 +33,8 @@ from zaya_hf.quickstart.recipe import Recipe
 _DENSE_WIDTH = 240
 _ZAYA_EXPERT_WIDTH = 192
 _OLMOE_EXPERT_WIDTH = 120  # two are active for a token
+_OLMOE_BALANCING = 0.01  # weight of its auxiliary loss, as published
+_GEMMA3_WINDOW = 64  # tokens; half of a training row, so that it matters
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class Family:
 
     title: str
     build: Callable[[Recipe, dict[str, Any]], PreTrainedModel]
-    shape: dict[str, int]  # what is its own, for the report
+    shape: dict[str, float]  # what is its own, for the report
 
 
 def _zaya(recipe: Recipe, common: dict[str, Any]) -> PreTrainedModel:
@@ -74,7 +76,7 @@ def _gemma3(recipe: Recipe, common: dict[str, Any]) -> PreTrainedModel:
     # Gemma 3 looks at a window in all layers but every sixth; of four layers, here the last one sees everything.
     own = _dense(recipe) | {
         "query_pre_attn_scalar": recipe.head_dim,
-        "sliding_window": recipe.sequence_length // 2,
+        "sliding_window": _GEMMA3_WINDOW,
         "layer_types": ["sliding_attention"] * (recipe.num_hidden_layers - 1) + ["full_attention"],
         "rope_parameters": {"sliding_attention": _rope(recipe), "full_attention": _rope(recipe)},
     }
@@ -87,8 +89,16 @@ def _llama(recipe: Recipe, common: dict[str, Any]) -> PreTrainedModel:
 
 def _olmoe(recipe: Recipe, common: dict[str, Any]) -> PreTrainedModel:
     # OLMoE has no field for the width of a head: it is hidden_size / num_attention_heads.
-    own: dict[str, Any] = {"intermediate_size": _OLMOE_EXPERT_WIDTH, "num_experts": 16, "num_experts_per_tok": 2}
-    return OlmoeForCausalLM(OlmoeConfig(**common, **own, rope_parameters=_rope(recipe)))
+    return OlmoeForCausalLM(
+        OlmoeConfig(
+            **common,
+            intermediate_size=_OLMOE_EXPERT_WIDTH,
+            num_experts=16,
+            num_experts_per_tok=2,
+            router_aux_loss_coef=_OLMOE_BALANCING,
+            rope_parameters=_rope(recipe),
+        )
+    )
 
 
 FAMILIES: dict[str, Family] = {
@@ -98,9 +108,18 @@ FAMILIES: dict[str, Family] = {
         {"experts": 8, "experts_per_token": 1, "intermediate_size": _ZAYA_EXPERT_WIDTH, "router_hidden_size": 32},
     ),
     "qwen3": Family("Qwen3", _qwen3, {"intermediate_size": _DENSE_WIDTH}),
-    "gemma3": Family("Gemma3", _gemma3, {"intermediate_size": _DENSE_WIDTH}),
+    "gemma3": Family("Gemma3", _gemma3, {"intermediate_size": _DENSE_WIDTH, "sliding_window": _GEMMA3_WINDOW}),
     "llama": Family("Llama-3", _llama, {"intermediate_size": _DENSE_WIDTH}),
-    "olmoe": Family("OLMoE", _olmoe, {"experts": 16, "experts_per_token": 2, "intermediate_size": _OLMOE_EXPERT_WIDTH}),
+    "olmoe": Family(
+        "OLMoE",
+        _olmoe,
+        {
+            "experts": 16,
+            "experts_per_token": 2,
+            "intermediate_size": _OLMOE_EXPERT_WIDTH,
+            "router_aux_loss_coef": _OLMOE_BALANCING,
+        },
+    ),
 }
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from zaya_hf.reporting.results import FILE, MADE_BY
 
 _MARK = ".zaya-quickstart"  # in every output folder from its first moment on; also the lock
-# What a finished folder shows beside its results and report.
-HUB, RUNS, ITEMS = "hub", "runs", "evaluation"
+# What a finished folder shows beside its results.
+REPORT, HUB, RUNS, ITEMS = "report.html", "hub", "runs", "evaluation"
 # Hidden, and gone at the end: tokenizer and token streams, and what is about to take the place of `hub`.
 PREPARED, NEW_HUB = ".prepared", ".hub.new"
 _BEFORE_FIVE_MODELS = "model"  # what the quickstart of version 0.1 wrote beside results.json
@@ -32,7 +32,7 @@ def owned(out: Path) -> Iterator[None]:
     with (out / _MARK).open("a") as mark:
         try:
             _lock(mark.fileno())
-        except OSError:
+        except BlockingIOError:
             raise ValueError(f"another quickstart is writing to {out}: wait for it, or give another --out") from None
         try:
             yield
@@ -42,7 +42,12 @@ def owned(out: Path) -> Iterator[None]:
 
 
 def replace_hub(out: Path) -> None:
-    """Put the prepared hub folder, if there is one, in the place of the old one, which belongs to older results."""
+    """Put the prepared hub folder, if there is one, in the place of the old one.
+
+    Older results and report go first: whatever stops the rest, none of them stands beside a model that is not theirs.
+    """
+    for name in (FILE, REPORT):
+        (out / name).unlink(missing_ok=True)
     shutil.rmtree(out / _BEFORE_FIVE_MODELS, ignore_errors=True)
     shutil.rmtree(out / HUB, ignore_errors=True)
     if (out / NEW_HUB).exists():
@@ -62,9 +67,14 @@ def _is_ours(out: Path) -> bool:
 
 
 def _lock(descriptor: int) -> None:
-    """Take the lock or raise OSError; the system frees it when the process ends, however it ends."""
+    """Take the lock or raise BlockingIOError; the system frees it when the process ends, however it ends."""
     if os.name != "posix":
         return  # no such lock there
     import fcntl
 
-    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError:
+        pass  # a file system without locks: two runs at once cannot be told there

@@ -1,13 +1,13 @@
 """The quickstart in order: text, five trainings, evaluation, a folder to publish, results and report.
 
 Each model's training and evaluation is a job of its own (`jobs.py`) in a worker process (`pool.py`). A run that is
-stopped, by Ctrl-C or by losing power, is taken up by the same command where it was, and nothing finished is repeated.
+stopped, by Ctrl-C or by losing power, is taken up by the same command where it was, and no finished training or
+evaluation is repeated.
 """
 
 from __future__ import annotations
 
 import argparse
-import shlex
 import shutil
 import sys
 import time
@@ -16,16 +16,17 @@ from typing import Any
 
 from transformers.utils import logging as transformers_logging
 
+from zaya_hf.atomic import write_json
 from zaya_hf.hub.card import write_card
-from zaya_hf.quickstart import data, jobs, output, pool, report, results
+from zaya_hf.quickstart import collect, data, jobs, output, pool, report
 from zaya_hf.quickstart.corpus import load_corpus
 from zaya_hf.quickstart.models import FAMILIES
 from zaya_hf.quickstart.progress import say, waiting, watching
-from zaya_hf.quickstart.publish import LOADERS, publish
+from zaya_hf.quickstart.publish import publish
 from zaya_hf.quickstart.recipe import Recipe
+from zaya_hf.quickstart.summary import conclude
 from zaya_hf.reporting.results import FILE
 
-_COMPARED_ROWS = 8
 # In this order the models are trained: the slow ones first, so that no core is idle at the end.
 _SLOW_FIRST = ("zaya", "olmoe", "gemma3", "qwen3", "llama")
 
@@ -51,13 +52,12 @@ def _run(args: argparse.Namespace) -> None:
     titles = ", ".join(family.title for name, family in FAMILIES.items() if name in names)
     each = "" if len(seeds) == 1 else f", each with {len(seeds)} seeds"
     say("quickstart", f"{titles}{each}: {recipe.tokens / 1e6:.2f} M tokens of training, evaluation, report")
-    say("", f"offline, on CPU; {_expected(recipe, len(names) * len(seeds))}; Ctrl-C and the same command go on later")
-
+    say("", "offline, on CPU; Ctrl-C stops it, and the same command goes on where it was")
     with waiting("reading, learning a tokenizer, choosing what to ask", sys.stderr):
         prepared = data.prepare(load_corpus(), recipe, out / output.PREPARED, out / output.ITEMS)
     _describe_text(prepared)
 
-    rates = results.learning_rate_factors()
+    rates = collect.learning_rate_factors()
     todo = [
         jobs.Job(
             name=name,
@@ -67,7 +67,7 @@ def _run(args: argparse.Namespace) -> None:
             folder=out / output.RUNS / f"{name}-seed{seed}",
             data=out / output.PREPARED,
             items=out / output.ITEMS,
-            fingerprint=results.fingerprint(name, seed, rates[name], recipe, prepared),
+            fingerprint=collect.fingerprint(name, seed, rates[name], recipe, prepared),
         )
         for seed in seeds
         for name in names
@@ -79,9 +79,10 @@ def _run(args: argparse.Namespace) -> None:
         say(job.label, "done before, with the same settings, text and versions")
     remaining = [job for job in todo if job not in done]
     if remaining:
+        say("training", _expected(recipe, len(remaining)))
         with watching(remaining, sys.stderr) as watcher:
             done |= zip(remaining, pool.run_jobs(remaining, processes, watcher), strict=True)
-    found = results.collect(
+    found = collect.collect(
         todo,
         [done[job] for job in todo],
         prepared,
@@ -96,15 +97,16 @@ def _run(args: argparse.Namespace) -> None:
             found["published"] = _publish(first, found, out)
     found["seconds"] = time.monotonic() - started
     output.replace_hub(out)
-    jobs.write_json(out / FILE, found)
-    report.write_report(found, out / report.FILE)
-    _conclude(out, found)
+    write_json(out / FILE, found)
+    report.write_report(found, out / output.REPORT)
+    conclude(out, found)
 
 
-def _expected(recipe: Any, jobs: int) -> str:
-    """How long it will take on the two cores that it was measured on, in words."""
-    minutes = jobs * recipe.steps / 800
-    return f"about {max(1, round(minutes))} minute{'s' if minutes >= 1.5 else ''} on two idle cores"
+def _expected(recipe: Recipe, count: int) -> str:
+    """How long so many jobs take on the two cores that it was measured on, in words."""
+    minutes = max(1, round(count * recipe.steps / 800))
+    runs, plural = "run" if count == 1 else "runs", "" if minutes == 1 else "s"
+    return f"{count} {runs} of {recipe.steps} steps, on two idle cores about {minutes} minute{plural} with evaluation"
 
 
 def _describe_text(prepared: dict[str, Any]) -> None:
@@ -114,53 +116,17 @@ def _describe_text(prepared: dict[str, Any]) -> None:
     say("tokenizer", f"{tokenizer['entries']:,} entries, {tokenizer['bytes_per_token']:.2f} bytes per token")
 
 
-def _publish(job: Any, found: dict[str, Any], out: Path) -> dict[str, Any]:
+def _publish(job: jobs.Job, found: dict[str, Any], out: Path) -> dict[str, Any]:
     """Fill the folder that will be `hub`; what `results.json` says about it."""
     shutil.rmtree(out / output.NEW_HUB, ignore_errors=True)
     folder = out / output.NEW_HUB / job.name
-    ids = data.load(job.data).validation[:_COMPARED_ROWS]
-    checked = publish(job.folder / jobs.MODEL, folder, ids, job.recipe.threads, job.seed)
+    checked = publish(job.folder / jobs.MODEL, job.folder / jobs.LOGITS, folder, job.recipe.threads, job.seed)
     published = {"model": job.name, "seed": job.seed, "folder": f"{output.HUB}/{job.name}"} | checked
     write_card(found | {"published": published}, folder)
     return published
-
-
-def _conclude(out: Path, found: dict[str, Any]) -> None:
-    published = found["published"]
-    for which, name in LOADERS.items() if published else ():
-        check = published["loaded"][which]
-        equal = f"logits equal within {check['max_logit_difference']:.1e} (limit {check['limit']:.1e})"
-        say("loaded", f"by {name} in a fresh process: {equal}")
-    print()
-    print("\n".join(results.table(found)))
-    print()
-    seeds = found["settings"]["seeds"]
-    if len(seeds) == 1:
-        say("note", "one seed: differences between models include seed noise, which --seeds 3 measures")
-    else:
-        say("note", f"means over {len(seeds)} seeds; the report shows their spread")
-    if published:
-        for sample in published["samples"]:
-            say("sample", f"continues the prompt {sample['prompt']!r}; little sense is expected of a model this small:")
-            print(f"\n{sample['text'].strip()}\n")
-    say("report", f"{out / report.FILE}, all figures in {out / FILE}")
-    if published:
-        folder = out / published["folder"]
-        say("model", f"{folder}, loads in transformers with or without zaya_hf")
-        say("next", f'{zaya_command()} generate {shlex.quote(str(folder))} --prompt "def "')
 
 
 def _command(args: argparse.Namespace) -> str:
     """The command that gives the same results."""
     only = [] if args.only is None else [f"--only {','.join(args.only)}"]
     return " ".join(["zaya quickstart", f"--steps {args.steps} --seed {args.seed} --seeds {args.seeds}", *only])
-
-
-def zaya_command() -> str:
-    """How a shell in this folder calls the `zaya` of this Python."""
-    python = Path(sys.executable)
-    script = next((path for path in (python.with_name("zaya"), python.with_name("zaya.exe")) if path.is_file()), None)
-    shown = python if script is None else script
-    if shown.is_relative_to(Path.cwd()):
-        shown = shown.relative_to(Path.cwd())
-    return shlex.quote(str(shown)) + (" -m zaya_hf" if script is None else "")

@@ -1,7 +1,7 @@
 """Jobs side by side in worker processes of one thread each, with their progress in one place.
 
-A worker serves one job after the other. It stops when it is told to, and when the parent is gone: in both cases after a
-checkpoint, between two steps.
+A worker serves one job after the other. It stops when it is told to and when the parent is gone: a training after a
+checkpoint, between two steps; anything else at once.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import Any, Protocol
@@ -23,6 +25,16 @@ from zaya_hf.quickstart.jobs import Job
 
 _STOP_SECONDS = 20.0  # a step and a checkpoint take less, even on a busy machine
 _SPAWN = multiprocessing.get_context("spawn")
+# Of a worker, from its first import on. A GPU would serve several workers at a time worse than a core that each has to
+# itself, and the numbers would be others'.
+_ENVIRONMENT = {
+    "ACCELERATE_USE_CPU": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+    "HIP_VISIBLE_DEVICES": "",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
 
 
 class Watcher(Protocol):
@@ -38,20 +50,22 @@ class _Worker:
     process: SpawnProcess
     connection: Connection
     job: int | None = None  # index of the job at work
+    stage: str = ""
 
 
 def run_jobs(todo: Sequence[Job], processes: int, watcher: Watcher) -> list[dict[str, Any]]:
-    """Carry out all of `todo`, `processes` at a time, in the given order; their results in that order.
+    """Carry out all of `todo`, up to `processes` at a time, in the given order; their results in that order.
 
     Raises:
         RuntimeError: a job failed, or its process died. The other processes are stopped; what is done stays done.
     """
     results: list[dict[str, Any] | None] = [None] * len(todo)
     waiting = list(range(len(todo)))
-    workers = [_start() for _ in range(min(processes, len(todo)))]
+    workers: list[_Worker] = []
     try:
-        for worker in workers:
-            _hand_out(worker, todo, waiting)
+        for _ in range(min(processes, len(todo))):
+            workers.append(_start())
+            _hand_out(workers[-1], todo, waiting)
         while any(result is None for result in results):
             busy = [worker for worker in workers if worker.job is not None]
             for ready in wait([worker.connection for worker in busy]):
@@ -65,33 +79,53 @@ def run_jobs(todo: Sequence[Job], processes: int, watcher: Watcher) -> list[dict
 def _start() -> _Worker:
     here, there = _SPAWN.Pipe()
     process = _SPAWN.Process(target=_serve, args=(there,), daemon=True)
-    with _sigint_ignored():
+    with _workers_environment(), _sigint_blocked():
         process.start()
     there.close()  # the worker has its own copy: with ours open, its death would not be seen
     return _Worker(process, here)
 
 
 @contextmanager
-def _sigint_ignored() -> Iterator[None]:
-    """For a process that is started meanwhile, and inherits it for good.
-
-    Ctrl-C reaches all processes of a terminal. A worker is told by its parent, so it has to ignore the signal from its
-    very first instruction on.
-    """
-    if threading.current_thread() is not threading.main_thread():  # which alone may set what signals do
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _workers_environment() -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in _ENVIRONMENT}
+    os.environ.update(_ENVIRONMENT)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def _sigint_blocked() -> Iterator[None]:
+    """For a process that is started meanwhile, which inherits it for good; here the signal only waits.
+
+    Ctrl-C reaches all processes of a terminal. A worker is told by its parent, so it must not see the signal, from its
+    very first instruction on.
+    """
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    resource_tracker.ensure_running()  # starting it unblocks the signal, and the first process would start it now
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _hand_out(worker: _Worker, todo: Sequence[Job], waiting: list[int]) -> None:
-    worker.job = waiting.pop(0) if waiting else None
-    if worker.job is not None:
+    """Give a worker the next job, if there is one."""
+    worker.job, worker.stage = (waiting.pop(0) if waiting else None), ""
+    if worker.job is None:
+        return
+    try:
         worker.connection.send(todo[worker.job])
+    except ConnectionError:
+        raise _died(worker, todo[worker.job]) from None
 
 
 def _attend(
@@ -107,15 +141,12 @@ def _attend(
     try:
         kind, *content = worker.connection.recv()
     except (EOFError, ConnectionError):
-        worker.process.join()
-        raise RuntimeError(
-            f"the process of {todo[index].label} died ({_how(worker.process.exitcode)}): the same command goes on from "
-            "its last checkpoint"
-        ) from None
+        raise _died(worker, todo[index]) from None
     if kind == "step":
         watcher.step(index, *content)
     elif kind == "stage":
-        watcher.stage(index, *content)
+        (worker.stage,) = content
+        watcher.stage(index, worker.stage)
     elif kind == "failed":
         message, trace = content
         error = RuntimeError(f"{todo[index].label}: {message}")
@@ -127,19 +158,25 @@ def _attend(
         _hand_out(worker, todo, waiting)
 
 
-def _how(exitcode: int | None) -> str:
-    if exitcode is not None and exitcode < 0:
-        return f"signal {-exitcode}" + (", perhaps for lack of memory" if -exitcode == signal.SIGKILL else "")
-    return f"exit code {exitcode}"
+def _died(worker: _Worker, job: Job) -> RuntimeError:
+    """The error of a process that has closed its end of the connection."""
+    worker.process.join()
+    code = worker.process.exitcode
+    how = f"exit code {code}"
+    if code is not None and code < 0:
+        how = f"signal {-code}" + (", perhaps for lack of memory" if -code == signal.SIGKILL else "")
+    return RuntimeError(f"the process of {job.label} died ({how}): the same command goes on from its last checkpoint")
 
 
 def _stop(workers: Sequence[_Worker]) -> None:
     """End all workers; those in the middle of a training keep a checkpoint."""
+    deadline = time.monotonic() + _STOP_SECONDS
     for worker in workers:
         worker.connection.close()  # read as "stop" at the next step, or as "no more jobs"
+        if worker.job is not None and worker.stage != "training":
+            worker.process.terminate()  # what it does is repeated as a whole
     for worker in workers:
-        # Only training can be stopped in the middle and go on later; whatever else is repeated.
-        worker.process.join(_STOP_SECONDS if worker.job is not None else 1)
+        worker.process.join(max(0.0, deadline - time.monotonic()))
         if worker.process.is_alive():
             worker.process.terminate()
             worker.process.join()
@@ -147,10 +184,12 @@ def _stop(workers: Sequence[_Worker]) -> None:
 
 def _serve(connection: Connection) -> None:
     """The life of a worker process."""
-    # A GPU would serve several workers at a time worse than the cores that they have to themselves, and the numbers
-    # would be others'. One thread in every library.
-    os.environ.update(CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="", ACCELERATE_USE_CPU="1")
-    os.environ.update(TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1")
+    stage = ""
+
+    def on_stage(name: str) -> None:
+        nonlocal stage
+        stage = name
+        connection.send(("stage", name))
 
     def on_step(steps: int, loss: float) -> None:
         try:
@@ -161,14 +200,23 @@ def _serve(connection: Connection) -> None:
         if stopped:
             raise KeyboardInterrupt
 
+    def outlive_nobody() -> None:
+        parent = multiprocessing.parent_process()
+        if parent is not None:
+            wait([parent.sentinel])
+        if stage != "training":  # which ends by itself, after a checkpoint
+            os._exit(1)
+
+    threading.Thread(target=outlive_nobody, daemon=True).start()
     try:
         while True:
             job: Job = connection.recv()
             try:
-                result = jobs.run(job, on_step, lambda stage: connection.send(("stage", stage)))
+                result = jobs.run(job, on_step, on_stage)
             except Exception as error:
                 connection.send(("failed", _one_line(error), traceback.format_exc()))
                 continue
+            stage = ""
             connection.send(("done", result))
     except (EOFError, ConnectionError, KeyboardInterrupt):
         pass  # told to stop, or nobody is there any more

@@ -10,7 +10,9 @@ from typing import Any
 
 from markupsafe import Markup
 
+from zaya_hf.atomic import write_text
 from zaya_hf.quickstart import report_words
+from zaya_hf.quickstart.output import REPORT
 from zaya_hf.reporting.charts import (
     Bar,
     Line,
@@ -24,10 +26,9 @@ from zaya_hf.reporting.charts import (
     smooth,
 )
 from zaya_hf.reporting.formats import count, duration, interval, number_word, score, short_count
-from zaya_hf.reporting.page import render, write_page
+from zaya_hf.reporting.page import render
 from zaya_hf.reporting.results import check_results, read_results, score_value, scores, spread
 
-FILE = "report.html"
 # Each family keeps its colour, dash and marker, whichever of them were trained.
 _SLOTS = {"zaya": 0, "qwen3": 1, "gemma3": 2, "llama": 3, "olmoe": 4}
 _OTHER_SLOT = 5
@@ -60,6 +61,7 @@ def build_report(results: dict[str, Any]) -> str:
         seeds=report_words.seeds(results),
         samples=_samples(results),
         search=_search(results),
+        loads=report_words.loads(results),
         snippet_folder=None if results["published"] is None else json.dumps(results["published"]["folder"]),
     )
 
@@ -71,7 +73,7 @@ def write_report(results: dict[str, Any], path: Path) -> None:
         ValueError: as of `build_report`.
         OSError: the file cannot be written.
     """
-    write_page(build_report(results), path)
+    write_text(path, build_report(results))
 
 
 def rebuild(path: Path) -> Path:
@@ -82,7 +84,7 @@ def rebuild(path: Path) -> Path:
         OSError: the page cannot be written.
     """
     results, file = read_results(path)
-    page = file.with_name(FILE)
+    page = file.with_name(REPORT)
     write_report(results, page)
     return page
 
@@ -217,7 +219,7 @@ def _task_chart(results: Mapping[str, Any], index: int) -> dict[str, Any]:
     return {
         "title": task["title"],
         "question": question,
-        "caption": "",
+        "caption": task["note"],
         "svg": Markup(
             interval_chart(
                 f"chart-task-{index}",
@@ -245,7 +247,10 @@ def _cost_charts(results: Mapping[str, Any]) -> list[dict[str, Any]]:
     processes, runs = results["hardware"].get("processes"), sum(len(model["runs"]) for model in results["models"])
     beside = ""
     if isinstance(processes, int) and min(processes, runs) > 1:
-        beside = f" {number_word(min(processes, runs)).capitalize()} trainings ran side by side."
+        beside = (
+            f" Up to {number_word(min(processes, runs))} trainings ran side by side, not all with the same company: "
+            "read speeds and times as rough."
+        )
     strokes = " Strokes are single seeds." if several else ""
     active_words = ", ".join(f"{m['title']} {short_count(m['active_parameters'])}" for m in results["models"])
 
@@ -269,16 +274,16 @@ def _cost_charts(results: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _search(results: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Rows of the learning-rate search: bits per byte for each factor, and the factor taken."""
+    """Rows of the learning-rate search: validation loss for each factor that was tried, and the factor taken."""
     search = results["search"]
     rows = []
     for model in results["models"] if search else ():
-        found, chosen = search["bits_per_byte"].get(model["name"]), search["chosen"].get(model["name"])
+        found, chosen = search["validation_loss"].get(model["name"]), search["chosen"].get(model["name"])
         if isinstance(found, Mapping) and chosen is not None:
             values = [found.get(str(factor)) for factor in search["factors"]]
-            bits = [f"{value:.3f}" if isinstance(value, float) else "none" for value in values]
+            losses = [f"{value:.3f}" if isinstance(value, float) else "" for value in values]
             rows.append(
-                {"title": model["title"], "own": model["name"] == report_words.OWN, "bits": bits, "chosen": chosen}
+                {"title": model["title"], "own": model["name"] == report_words.OWN, "losses": losses, "chosen": chosen}
             )
     return rows
 

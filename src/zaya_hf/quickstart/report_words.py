@@ -7,13 +7,12 @@ from datetime import datetime
 from typing import Any
 
 from zaya_hf.reporting.formats import count, duration, joined, number_word, score, short_count, size
-from zaya_hf.reporting.results import Spread, score_value, scores, spread
+from zaya_hf.reporting.results import TRIAL, Spread, score_value, scores, spread
 
 #: the model that a report is about, where it is among the trained ones
 OWN = "zaya"
 # A run shorter than this shows that everything works; its scores say next to nothing.
 _SHORT_RUN = 200
-_TRIAL = "In an earlier trial, one task set gave 0.375, 0.45 and 0.75 over three seeds of one model"
 
 
 def focus(results: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -151,6 +150,20 @@ def _seed_sentence(results: Mapping[str, Any]) -> str:
     )
 
 
+def loads(results: Mapping[str, Any]) -> list[str]:
+    """How evenly the routers of a model spread the tokens, where that was counted."""
+    sentences = []
+    for model in results["models"]:
+        counted = [run["router_load"] for run in model["runs"] if run["router_load"] is not None]
+        if counted:
+            layers = [1 + load for run in counted for load in run]
+            sentences.append(
+                f"In the last steps, the busiest expert of a layer of {model['title']} took {spread(layers).mean:.1f} "
+                f"times its fair share of the tokens in the mean, {max(layers):.1f} times in the most uneven layer."
+            )
+    return sentences
+
+
 def seed_caveat(results: Mapping[str, Any]) -> list[str]:
     """What the number of seeds allows to say and what not, in two or three paragraphs."""
     number = len(seeds(results))
@@ -159,7 +172,7 @@ def seed_caveat(results: Mapping[str, Any]) -> list[str]:
             f"Every model here was trained once, from seed {seeds(results)[0]}. The seed decides the first weights and "
             "the order of the text, and another seed gives other scores. The intervals do not cover this: they say how "
             "far a score could be off because the questions are few, for these very weights.",
-            f"{_TRIAL}. So a difference between two models in this report includes seed noise, and none of them is "
+            f"{TRIAL}. So a difference between two models in this report includes seed noise, and none of them is "
             "called resolved.",
         ]
     paragraphs = [
@@ -176,7 +189,7 @@ def seed_caveat(results: Mapping[str, Any]) -> list[str]:
         paragraphs.insert(
             1,
             f"The widest spread is that of {title} in “{task['title']}”: from {score(found.low, task['kind'])} to "
-            f"{score(found.high, task['kind'])}. {_TRIAL}.",
+            f"{score(found.high, task['kind'])}. {TRIAL}.",
         )
     return paragraphs
 

@@ -110,8 +110,6 @@ def line_chart(
     y_label: str,
     description: str,
     y_limits: tuple[float, float] | None = None,
-    x_log: bool = False,
-    y_log: bool = False,
     size: tuple[float, float] = (_WIDTH, 290),
 ) -> str:
     """Lines over a common x axis, each with its name at its right end.
@@ -134,10 +132,6 @@ def line_chart(
     right = max(text_width(name, bold=True) for name in names) + 20
     with drawing(chart_id, size, (34, 28, right, _X_AXIS)) as chart:
         axes = chart.axes
-        if x_log:
-            axes.set_xscale("log")
-        if y_log:
-            axes.set_yscale("log")
         for line in lines:
             emphasised, colour = line.slot == 0, series_colour(line.slot)
             if line.low is not None and line.high is not None:
@@ -151,15 +145,13 @@ def line_chart(
         if y_limits is not None:
             axes.set_ylim(y_limits)
         first, last = min(min(line.x) for line in lines), max(max(line.x) for line in lines)
-        if first == last and not x_log:
+        if first == last:
             axes.set_xlim(first - 1, first + 1)
             axes.xaxis.set_major_locator(FixedLocator([first]))
-        elif first < last:
+        else:
             axes.set_xlim(first, last)
-        if not x_log and first < last:
             axes.xaxis.set_major_locator(MaxNLocator(5, steps=_STEPS, integer=True))
-        if not y_log:
-            axes.yaxis.set_major_locator(MaxNLocator(6, steps=_STEPS))
+        axes.yaxis.set_major_locator(MaxNLocator(6, steps=_STEPS))
         for axis in (axes.xaxis, axes.yaxis):
             _format_ticks(axis)
         axes.grid(True, axis="y", color=GRID, linewidth=1)

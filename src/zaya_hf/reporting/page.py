@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import os
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -30,18 +29,6 @@ def render(template: str, **context: Any) -> str:
         jinja2.UndefinedError: the template asks for what `context` does not have.
     """
     return _environment().get_template(template).render(context)
-
-
-def write_page(text: str, path: Path) -> None:
-    """Write a page as UTF-8: all of it or, if that fails, nothing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        unfinished.write_text(text, encoding="utf-8", newline="\n")
-        unfinished.replace(path)
-    except BaseException:
-        unfinished.unlink(missing_ok=True)
-        raise
 
 
 @cache

@@ -73,10 +73,6 @@ class BiasBalancer:
         counts = tokens_per_slot.detach()
         self._counts = counts.clone() if self._counts is None else self._counts + counts
 
-    def clear(self) -> None:
-        """Forget the counts since the last step, as for a step that is left out."""
-        self._counts = None
-
     @torch.no_grad()
     def step(self) -> None:
         """Update the biases by the counts since the last step; without any, change nothing.

@@ -22,11 +22,10 @@ from transformers import PreTrainedModel
 
 from . import checkpoint as checkpoints
 from .balancing import BiasBalancer
-from .checkpoint import remove_checkpoint
 from .optim import ADJUSTMENTS, build_optimizer
 from .schedule import learning_rate_factor
 
-__all__ = ["LoopSettings", "TrainingLog", "remove_checkpoint", "train"]
+__all__ = ["LoopSettings", "TrainingLog", "train"]
 
 LOAD_STEPS = 50  # the load that is reported is the mean over so many of the last steps
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -119,7 +118,7 @@ def train(
         model: any causal language model of transformers or of this package.
         batch_at: keyword arguments of the model's forward for a step, counted from 0: `input_ids` and `labels` at
             least. The same step has to give the same batch.
-        checkpoint: folder for checkpoints; None: there are none. See `remove_checkpoint`.
+        checkpoint: folder for checkpoints; None: there are none. See `checkpoint.remove_checkpoint`.
         fingerprint: what decides the numbers beside `settings`: data, initialisation, versions. A checkpoint of another
             fingerprint, or a damaged one, is ignored and replaced.
         on_step: called after every step with the number of steps done and that step's loss.

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from .roles import MUON_ROLES, ROLES, Role, parameter_roles
+from .roles import MUON_ROLES, ROLES, parameter_roles
 
-__all__ = ["ROLES", "HybridMuon", "Role", "build_optimizer", "newton_schulz_dtype", "orthogonalise", "parameter_roles"]
+__all__ = ["HybridMuon", "build_optimizer", "newton_schulz_dtype", "orthogonalise"]
 
 NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ADJUSTMENTS: dict[str, Callable[[int, int], float]] = {

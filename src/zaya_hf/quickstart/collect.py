@@ -20,16 +20,17 @@ from zaya_hf.quickstart.jobs import TASKS, Job
 from zaya_hf.quickstart.models import FAMILIES
 from zaya_hf.quickstart.output import HUB, ITEMS
 from zaya_hf.quickstart.recipe import Recipe
-from zaya_hf.reporting.results import FORMAT, MADE_BY, score_value, scores, spread
+from zaya_hf.reporting.results import FORMAT, MADE_BY
 from zaya_hf.resources import resource
 from zaya_hf.training.optim import newton_schulz_dtype
 
+_SHOWING = ("output", "pipeline", "progress", "publish", "report", "report_cli", "report_words", "search", "summary")
 SEARCH = Path(__file__).with_name("search.json")
 
 
 def versions() -> dict[str, str]:
     """Of Python and of every package that has a part in the numbers."""
-    names = ("torch", "transformers", "tokenizers", "accelerate", "lm_eval")
+    names = ("torch", "numpy", "transformers", "tokenizers", "accelerate", "datasets", "lm_eval")
     installed = {name: metadata.version(name) for name in names}
     return {"zaya_hf": zaya_hf.__version__, "python": platform.python_version()} | installed
 
@@ -68,8 +69,8 @@ def _code_digest() -> str:
 
 
 def _only_shows(path: Path) -> bool:
-    """Whether a source of the package only presents results: a change of wording repeats no training."""
-    return path.parts[0] in ("reporting", "hub") or path.stem in ("report", "report_cli", "report_words", "progress")
+    """Whether a source only runs the quickstart or shows what came of it: a change of wording repeats no training."""
+    return path.parts[0] in ("reporting", "hub") or path.stem in _SHOWING
 
 
 def _newton_schulz_dtype() -> str:
@@ -124,7 +125,7 @@ def collect(
 def _model(name: str, results: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """All runs of one model."""
     shared = ("class", "parameters", "active_parameters", "learning_rate", "adamw_learning_rate")
-    own = ("seed", "losses", "tokens", "seconds", "tokens_per_second", "validation_bits_per_byte", "router_load")
+    own = ("seed", "losses", "tokens", "seconds", "tokens_per_second", "router_load")
     return {
         "name": name,
         "title": FAMILIES[name].title,
@@ -144,7 +145,9 @@ def _scores(evaluation: dict[str, Any]) -> dict[str, Any]:
 
 def _evaluation_command(recipe: Recipe) -> str:
     """What measures the published folder by lm-eval's own command line, in a checkout, at the default place."""
-    model = f"pretrained=runs/quickstart/{HUB}/zaya,max_length={recipe.sequence_length},dtype=float32"
+    model = (
+        f"pretrained=runs/quickstart/{HUB}/zaya,max_length={recipe.sequence_length},dtype=float32,logits_cache=False"
+    )
     return (
         f"lm_eval run --model hf --model_args {model} --include_path eval/tasks/quickstart --tasks zaya_quickstart "
         f"""--metadata '{{"items": "runs/quickstart/{ITEMS}"}}' --device cpu --batch_size 32"""
@@ -160,29 +163,3 @@ def _cpu_name() -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
-
-
-def table(results: dict[str, Any]) -> list[str]:
-    """The comparison as aligned text: a row for each model, the mean over its seeds; a column for each task."""
-    tasks = results["tasks"]
-    titles = [_two_lines(task) for task in tasks]
-    rows = [["", *(title[0] for title in titles), "active", "training"]]
-    rows += [["", *(title[1] for title in titles), "parameters", "tokens/s"]]
-    for model in results["models"]:
-        means = [spread([score_value(score) for score in scores(model, task)]).mean for task in tasks]
-        speed = spread([run["tokens_per_second"] for run in model["runs"]]).mean
-        numbers = [f"{mean:.3f}" for mean in means]
-        rows.append([model["title"], *numbers, f"{model['active_parameters'] / 1e6:.2f} M", f"{speed:,.0f}"])
-    unigram = results["unigram_bits_per_byte"]
-    reference = [unigram if task["kind"] == "bits_per_byte" else task["chance"] for task in tasks]
-    rows.append(["frequencies, chance", *(f"{value:.3f}" for value in reference), "", ""])
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows]
-
-
-def _two_lines(task: dict[str, Any]) -> tuple[str, str]:
-    """A task's title as the two lines of a narrow column."""
-    if task["kind"] == "bits_per_byte":
-        return task["title"], "bits per byte"
-    first, _, second = task["title"].partition(": ")
-    return first, second
