@@ -295,7 +295,7 @@ class TestStopped:
     def test_ctrl_c_is_one_line_and_leaves_what_the_next_run_needs(self, tmp_path: Path) -> None:
         out = tmp_path / "out"
         process = subprocess.Popen(
-            [sys.executable, "-m", "zaya_cli", "quickstart", "--steps", "400", "--only", "llama", "--out", str(out)],
+            [sys.executable, "-m", "zaya_cli", "quickstart", "--steps", "404", "--only", "llama", "--out", str(out)],
             env=os.environ | {"PYTHONPATH": os.pathsep.join([str(SRC), os.environ.get("PYTHONPATH", "")])},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -304,7 +304,7 @@ class TestStopped:
         )
         assert process.stdout is not None
         for line in process.stdout:
-            if "100 of 400 steps" in line:
+            if "101 of 404 steps" in line:
                 break
         processes = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the workers, too
