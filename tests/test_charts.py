@@ -213,6 +213,17 @@ class TestIntervalChart:
         assert ticks["ZAYA1"][1] == pytest.approx(left[1], abs=5)
         assert ticks["ZAYA1"][1] == ticks["0.500"][1] < ticks["Llama"][1]
 
+    @pytest.mark.parametrize("value", [0.0, 1.0])
+    def test_a_marker_at_the_end_of_the_axis_is_whole(self, value: float) -> None:
+        svg = interval_chart("a", [Row("ZAYA1", [Point(value)], 0)], x_label="x", description="", limits=(0, 1))
+        tree = parsed(svg)
+        (mark,) = (
+            group
+            for group in tree.iter()
+            if any(child.tag.endswith("use") and "series-0" in child.get("style", "") for child in group)
+        )
+        assert not any("clip-path" in element.attrib for element in (mark, *mark))
+
     def test_a_label_of_the_reference_stays_inside(self) -> None:
         for value in (0.0, 1.0):
             svg = interval_chart(

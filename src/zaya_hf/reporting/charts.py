@@ -201,7 +201,7 @@ def interval_chart(
                     axes.plot([point.low, point.high], [y, y], color=colour, linewidth=2 if most == 1 else 1.3)
                 (marker,) = axes.plot(point.value, y, marker=_MARKERS[row.slot % SLOTS], color=colour, zorder=4)
                 size = (8.0 if row.slot == 0 else 7.5) if most == 1 else max(3.0, min(5.5, step - 1))
-                marker.set(markersize=size * _MARKER_SIZES[row.slot % SLOTS])
+                marker.set(markersize=size * _MARKER_SIZES[row.slot % SLOTS], clip_on=False)  # whole at the axis' ends
                 marker.set(markeredgecolor=SURFACE if most == 1 else colour, markeredgewidth=1 if most == 1 else 0)
             if len(row.points) > 1:
                 mean = math.fsum(point.value for point in row.points) / len(row.points)
