@@ -404,8 +404,9 @@ class TestErrors:
         old: str,
         new: str,
     ) -> None:
-        (tmp_path / "prose.yaml").write_text((FOLDER / "prose.yaml").read_text().replace(old, new))
-        (tmp_path / "local_items.py").write_text((FOLDER / "local_items.py").read_text())
+        for file in FOLDER.iterdir():
+            if file.is_file():
+                (tmp_path / file.name).write_text(file.read_text().replace(old, new))
         with pytest.raises(ValueError, match=r"task 'zaya_quickstart_prose' is of type .* what is scored is"):
             score(llama, tokenizer, items, ["zaya_quickstart_prose"], task_folder=tmp_path)
 

@@ -10,6 +10,7 @@ import pytest
 
 from zaya_hf import ZayaForCausalLM
 from zaya_hf.quickstart.bpe import train_tokenizer
+from zaya_hf.quickstart.models import FAMILIES
 from zaya_hf.testing import tiny_config
 
 ROOT = Path(__file__).parents[1]
@@ -74,3 +75,18 @@ def test_named_make_targets_exist() -> None:
 def test_named_files_exist() -> None:
     for path in re.findall(r"`(?:python )?((?:benchmarks|src|tests)/[\w/.]+)", README):
         assert (ROOT / path).exists(), path
+
+
+def test_pictures_exist() -> None:
+    pictures = re.findall(r'src="([^"]+)"', README)
+    assert pictures
+    for path in pictures:
+        assert (ROOT / path).read_bytes().startswith(b"\x89PNG"), path
+
+
+def test_the_table_of_the_quickstart_is_what_a_run_prints() -> None:
+    """Its rows and columns; the figures are one run's."""
+    (block,) = re.findall(r"```\n( +Held-out text.*?)```", README, re.DOTALL)
+    shown = [line.split("  ")[0] for line in block.splitlines()[2:]]
+    assert shown == [*(family.title for family in FAMILIES.values()), "frequencies, chance"]
+    assert len(re.findall(r"^\S.*?(?: +[\d.,]+){5}(?: +0.49 M +[\d,]+)?$", block, re.MULTILINE)) == len(shown)
