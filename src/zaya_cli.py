@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import os
 import signal
 import sys
@@ -219,6 +220,13 @@ def _go_offline() -> None:
         constants.HF_HUB_OFFLINE = True
 
 
+def _print_anything() -> None:
+    """A model's text may have characters that a terminal or a pipe cannot: they are shown as escapes, not an error."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. `argv` is the command line without the program's name."""
     parser = build_parser()
@@ -228,10 +236,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     debug = getattr(args, "debug", False) or os.environ.get("ZAYA_DEBUG") == "1"
     if args.command in OFFLINE:
         _go_offline()
+    _print_anything()
     try:
         with _sigterm_like_ctrl_c(), _one_line_warnings(args.command):
             code: int = importlib.import_module(COMMANDS[args.command]).run(args)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # it is where the shell has closed it
+            sys.stdout.flush()
     except _Terminated:
         print(f"zaya {args.command}: terminated", file=sys.stderr)
         return TERMINATED

@@ -223,6 +223,27 @@ class TestErrors:
             warnings.simplefilter("always")
             assert zaya(capsys, "doctor") == (0, "", "zaya doctor: warning: look out\n")
 
+    def test_what_standard_output_cannot_encode_is_shown_as_an_escape(self) -> None:
+        code = (
+            "import sys, types, zaya_cli\n"
+            "sys.modules['zaya_hf.doctor'] = types.SimpleNamespace(run=lambda args: print('\u00e9\ufffd') or 0)\n"
+            "sys.exit(zaya_cli.main(['doctor']))"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env=os.environ | {"PYTHONPATH": str(SRC), "PYTHONIOENCODING": "ascii"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout == "\\xe9\\ufffd\n"
+
+    def test_a_closed_standard_output_is_no_error(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(doctor, "run", lambda args: 0)
+        monkeypatch.setattr(sys, "stdout", None)
+        assert zaya_cli.main(["doctor"]) == 0
+
     def test_a_reader_that_goes_away_is_no_error(self) -> None:
         environment = os.environ | {"PYTHONPATH": str(SRC)}
         read_end, write_end = os.pipe()

@@ -98,6 +98,9 @@ class TestCorpus:
         (root / "template.py").write_text("def {{ name }}(: pass")
         (root / "latin.py").write_bytes(b"x = '\xe9'\n")
         (root / "null.py").write_bytes(b"x = 1\0\n")
+        (root / "surrogate.py").write_text('"""A docstring with half a character, \\ud800, and forty characters."""\n')
+        (root / "nested.py").write_text(f"x = {'-' * 200_000}1\n")
+        (root / "long.py").write_text(f"x = {'a + ' * 100_000}a\n")
         assert corpus.load_corpus(root) == before
 
     def test_language_reference_topics_are_prose_to_train_on(self, tmp_path: Path) -> None:

@@ -387,6 +387,26 @@ class TestErrors:
         with pytest.raises(ValueError, match=r"no items: .*prose\.jsonl is missing"):
             score(llama, tokenizer, tmp_path, ["zaya_quickstart_prose"])
 
+    @pytest.mark.parametrize(
+        ("content", "said"),
+        [
+            ("", r"no items: .*prose\.jsonl is empty"),
+            ('{"choices": ["a", "b"], "answer": 0}\n{"choices": ["a"', r"prose\.jsonl, line 2: no item; expected"),
+            ('{"choices": [], "answer": 0}\n', "line 1: no item"),
+            ('{"choices": ["a", ""], "answer": 0}\n', "line 1: no item"),
+            ('{"choices": ["a", "b"], "answer": 2}\n', "line 1: no item"),
+            ('{"choices": ["a", "b"], "answer": -1}\n', "line 1: no item"),
+            ('{"text": ""}\n', "line 1: no item"),
+            ("[1]\n", "line 1: no item"),
+        ],
+    )
+    def test_items_that_are_none(
+        self, llama: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, content: str, said: str
+    ) -> None:
+        (tmp_path / "prose.jsonl").write_text(content)
+        with pytest.raises(ValueError, match=said):
+            score(llama, tokenizer, tmp_path, ["zaya_quickstart_prose"])
+
     def test_no_folder_named(self) -> None:
         manager = harness.TaskManager(include_path=str(FOLDER), include_defaults=False)
         with pytest.raises(ValueError, match="no folder with items: pass --metadata"):

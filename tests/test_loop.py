@@ -462,6 +462,17 @@ class TestNumbersThatAreNone:
         assert train(make_llama(), batch_at, SETTINGS, checkpoint=tmp_path).losses == expected.losses
 
 
+def with_auxiliary_loss(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """`forward` of a model that does not use its weight itself, for a class whose weight has another name."""
+
+    def call(**inputs: Any) -> Any:
+        output = forward(**{**inputs, "output_router_logits": False})
+        output.aux_loss = torch.ones(())
+        return output
+
+    return call
+
+
 class TestErrors:
     @pytest.mark.parametrize(
         ("settings", "text"),
@@ -484,6 +495,23 @@ class TestErrors:
         with pytest.raises(ValueError, match="lr is -1"):
             train(make_llama(), batch_at, LoopSettings(steps=1, muon_lr=-1))
 
+    def test_a_place_for_checkpoints_that_is_none_shows_before_the_first_step(self, tmp_path: Path) -> None:
+        (tmp_path / "file").touch()
+        with pytest.raises(OSError, match="file"):
+            train(make_llama(), lambda step: pytest.fail("began"), SETTINGS, checkpoint=tmp_path / "file")
+
+    def test_batches_without_labels(self) -> None:
+        with pytest.raises(ValueError, match="the batch has no labels"):
+            train(make_llama(), lambda step: {"input_ids": batch_at(step)["input_ids"]}, SETTINGS)
+
+    def test_an_auxiliary_loss_of_unknown_weight(self) -> None:
+        model = make_olmoe()
+        del model.router_aux_loss_coef
+        model.router_aux_loss_coef = None
+        model.forward = with_auxiliary_loss(model.forward)
+        with pytest.raises(ValueError, match="OlmoeForCausalLM adds an auxiliary loss of unknown weight"):
+            train(model, batch_at, SETTINGS)
+
     def test_routers_that_do_not_tell_their_counts(self) -> None:
         torch.manual_seed(0)
         model = transformers.ZayaForCausalLM(transformers.ZayaConfig(**{**TINY, "num_hidden_layers": 1}))
@@ -491,6 +519,12 @@ class TestErrors:
             train(model, batch_at, LoopSettings(steps=1))
         log: TrainingLog = train(model, batch_at, LoopSettings(steps=1, balancing_lr=0))
         assert log.load is None
+
+
+def test_the_environment_changes_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = train(make_llama(), batch_at, SETTINGS).losses
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    assert train(make_llama(), batch_at, SETTINGS).losses == before
 
 
 def test_no_clipping_and_a_clip_that_never_bites_are_the_same() -> None:

@@ -352,6 +352,7 @@ class TestErrors:
             ({"betas": (0.9, 1.0)}, "betas is"),
             ({"betas": (0.9,)}, "betas is"),
             ({"ns_steps": 0}, "ns_steps is 0"),
+            ({"muon_eps": 0.0}, "muon_eps is 0; expected more"),
             ({"ns_coefficients": (1.0, 2.0)}, "ns_coefficients is"),
             ({"adjust_lr": "none"}, "adjust_lr is 'none'"),
             ({"newton_schulz_dtype": torch.float16}, "newton_schulz_dtype is torch.float16"),

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import signal
 import struct
@@ -161,6 +162,17 @@ class TestPublished:
         card = (out / "hub" / "zaya" / "README.md").read_text(encoding="utf-8")
         assert check_card(card, read(out)) == []
 
+    def test_the_cards_command_names_what_is_in_the_output_folder(self, out: Path) -> None:
+        words = shlex.split(read(out)["evaluation_command"])
+        model = dict(part.split("=") for part in words[words.index("--model_args") + 1].split(","))
+        assert (out / model["pretrained"] / "model.safetensors").is_file()
+        tasks = out / words[words.index("--include_path") + 1]
+        group = words[words.index("--tasks") + 1]
+        assert f"group: {group}" in (tasks / "group.yaml").read_text(encoding="utf-8")
+        items = Path(json.loads(words[words.index("--metadata") + 1])["items"])
+        assert not items.is_absolute()
+        assert (out / items / "prose.jsonl").is_file()
+
     def test_logits_that_differ_are_an_error(self, out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def run_probe(arguments: list[str]) -> dict[str, Any]:
             save_file({"logits": torch.zeros(1)}, arguments[2])
@@ -191,7 +203,8 @@ class TestPrinted:
         (run,) = read(out)["models"][0]["runs"]
         row = next(line for line in table if line.startswith("ZAYA1"))
         for score in run["evaluation"]["tasks"].values():
-            assert f"{score.get('bits_per_byte', score.get('accuracy')):.3f}" in row
+            shown = f"{score['accuracy']:.3f}" if score["kind"] == "choice" else f"{score['bits_per_byte']:.2f}"
+            assert shown in row
 
     def test_progress_is_lines_where_there_is_no_terminal(self, out: Path, printed: Printed) -> None:
         for model in ("zaya", "llama"):
@@ -266,14 +279,15 @@ class TestAgain:
         assert (out / "hub" / "zaya" / "model.safetensors").read_bytes() == weights
         assert "means over 2 seeds" in text
 
-    def test_without_zaya_nothing_is_published(
+    def test_without_zaya_the_published_folder_stays_and_the_others_are_named(
         self, out: Path, few_items: None, capfd: pytest.CaptureFixture[str]
     ) -> None:
         text = quickstart(capfd, out, "--seed", 5, "--only", "llama")
         assert "llama-seed5 done before" in text
         assert "steps" not in text.split("tokenizer")[1]
         assert read(out)["published"] is None
-        assert not (out / "hub").exists()
+        assert (out / "hub" / "zaya" / "model.safetensors").is_file()
+        assert "results and report are now of llama alone; zaya stay in" in text
         assert "Llama-3" in (out / "report.html").read_text(encoding="utf-8")
 
     def test_same_seed_same_numbers_in_another_folder(
@@ -308,9 +322,10 @@ class TestStopped:
                 break
         processes = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the workers, too
-        _, error = process.communicate(timeout=120)
+        rest, error = process.communicate(timeout=120)
         assert process.returncode == zaya_cli.INTERRUPTED
         assert error.strip() == "zaya quickstart: interrupted"
+        assert "stopped    the same command goes on where it was" in rest
         assert {path.name for path in out.iterdir()} == {"runs", "evaluation", ".zaya-quickstart"}
         (state,) = (out / "runs" / "llama-seed0").glob("checkpoint/step-*/progress.json")
         step = int(state.parent.name.removeprefix("step-"))
@@ -357,6 +372,17 @@ class TestTerminal:
         with os.fdopen(master, "wb"), os.fdopen(terminal, "w") as stream:
             fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", *size, 0, 0))
             assert progress.draws_bars(stream) is bar
+
+    def test_a_job_that_goes_on_says_where(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        job = jobs.Job("zaya", 0, 1.0, Recipe(steps=40), tmp_path, tmp_path, tmp_path, "fingerprint")
+        for begun in (17, 1):
+            lines = progress.Lines([job])
+            for steps in range(begun, 20):
+                lines.step(0, steps, 3.0)
+        assert capsys.readouterr().out.splitlines() == [
+            "zaya-seed0 goes on after step 16",
+            "zaya-seed0 10 of 40 steps, loss 3.000",
+        ]
 
     def test_a_terminal_sees_a_bar_for_each_model_and_a_spinner(self, tmp_path: Path) -> None:
         todo = [

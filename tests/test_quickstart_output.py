@@ -92,7 +92,9 @@ def test_the_hub_folder_is_replaced_whole(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / output.HUB).iterdir()] == ["new"]
 
 
-def test_a_hub_folder_of_older_results_does_not_stay_beside_new_ones(tmp_path: Path) -> None:
+def test_without_a_new_hub_folder_the_old_one_stays(tmp_path: Path) -> None:
     (tmp_path / output.HUB / "zaya").mkdir(parents=True)
+    (tmp_path / "results.json").touch()
     output.replace_hub(tmp_path)
-    assert not (tmp_path / output.HUB).exists()
+    assert [path.name for path in tmp_path.iterdir()] == [output.HUB]
+    assert (tmp_path / output.HUB / "zaya").is_dir()

@@ -16,12 +16,11 @@ import torch
 
 import zaya_hf
 from zaya_hf.evaluation import harness
-from zaya_hf.quickstart.jobs import TASKS, Job
+from zaya_hf.quickstart import output
+from zaya_hf.quickstart.jobs import TASK_FOLDER, TASKS, Job
 from zaya_hf.quickstart.models import FAMILIES
-from zaya_hf.quickstart.output import HUB, ITEMS
 from zaya_hf.quickstart.recipe import Recipe
 from zaya_hf.reporting.results import FORMAT, MADE_BY
-from zaya_hf.resources import resource
 from zaya_hf.training.optim import newton_schulz_dtype
 
 _SHOWING = ("output", "pipeline", "progress", "publish", "report", "report_cli", "report_words", "search", "summary")
@@ -60,10 +59,10 @@ def fingerprint(name: str, seed: int, rate: float, recipe: Recipe, prepared: dic
 @cache
 def _code_digest() -> str:
     """Of the sources that train and score, and of the evaluation's tasks: an edited checkout is another version."""
-    package, tasks = Path(zaya_hf.__file__).parent, resource("eval", "tasks", "quickstart")
+    package = Path(zaya_hf.__file__).parent
     sources = [path for path in package.rglob("*.py") if not _only_shows(path.relative_to(package))]
     digest = hashlib.sha256()
-    for path in (*sorted(sources), *sorted(path for path in tasks.iterdir() if path.is_file())):
+    for path in (*sorted(sources), *sorted(path for path in TASK_FOLDER.iterdir() if path.is_file())):
         digest.update(path.name.encode() + b"\n" + path.read_bytes())
     return digest.hexdigest()
 
@@ -110,7 +109,7 @@ def collect(
         "tokenizer": prepared["tokenizer"],
         "unigram_bits_per_byte": prepared["unigram_bits_per_byte"],
         "evaluation_items": prepared["items"]["sha256"],
-        "tasks": harness.describe(TASKS, task_folder=resource("eval", "tasks", "quickstart"), items=jobs[0].items),
+        "tasks": harness.describe(TASKS, task_folder=TASK_FOLDER, items=jobs[0].items),
         "models": [
             _model(name, [result for job, result in zip(jobs, done, strict=True) if job.name == name])
             for name in FAMILIES
@@ -144,13 +143,11 @@ def _scores(evaluation: dict[str, Any]) -> dict[str, Any]:
 
 
 def _evaluation_command(recipe: Recipe) -> str:
-    """What measures the published folder by lm-eval's own command line, in a checkout, at the default place."""
-    model = (
-        f"pretrained=runs/quickstart/{HUB}/zaya,max_length={recipe.sequence_length},dtype=float32,logits_cache=False"
-    )
+    """What measures the published folder by lm-eval's own command line, in the output folder."""
+    model = f"pretrained={output.HUB}/zaya,max_length={recipe.sequence_length},dtype=float32,logits_cache=False"
     return (
-        f"lm_eval run --model hf --model_args {model} --include_path eval/tasks/quickstart --tasks zaya_quickstart "
-        f"""--metadata '{{"items": "runs/quickstart/{ITEMS}"}}' --device cpu --batch_size 32"""
+        f"lm_eval run --model hf --model_args {model} --include_path {output.TASKS} --tasks zaya_quickstart "
+        f"""--metadata '{{"items": "{output.ITEMS}"}}' --device cpu --batch_size 32"""
     )
 
 

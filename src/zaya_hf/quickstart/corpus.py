@@ -120,13 +120,14 @@ def _documents(files: Iterable[tuple[str, Path]]) -> Iterator[tuple[str, Documen
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # another project's invalid escapes are not our news
                 tree = ast.parse(source)
-        except (OSError, SyntaxError, ValueError):
-            continue  # unreadable, not UTF-8, or a template that is no Python
-        is_topics = name == _TOPICS
-        texts = {"prose": "\n\n".join(_topics(tree) if is_topics else _docstrings(tree)), "code": source}
+            is_topics = name == _TOPICS
+            texts = {"prose": "\n\n".join(_topics(tree) if is_topics else _docstrings(tree)), "code": source}
+            sizes = {kind: len(texts[kind].encode()) for kind in kinds}  # fails where a docstring is no valid Unicode
+        except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+            continue  # unreadable, not UTF-8, a template that is no Python, or nested beyond what the parser takes
         for kind in kinds:
             if left[split, kind] > 0 and texts[kind] and not (is_topics and kind == "code"):
-                left[split, kind] -= len(texts[kind].encode())
+                left[split, kind] -= sizes[kind]
                 yield split, Document(kind, name, texts[kind])
 
 

@@ -5,6 +5,7 @@ Each stage leaves its result in the job's folder, so a repeated job does what is
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Callable
@@ -27,6 +28,7 @@ from zaya_hf.resources import resource
 from zaya_hf.training.checkpoint import remove_checkpoint
 from zaya_hf.training.loop import LoopSettings, TrainingLog, train
 
+TASK_FOLDER = resource("eval", "tasks", "quickstart")
 TASKS = (
     "zaya_quickstart_bits",
     "zaya_quickstart_prose",
@@ -94,11 +96,11 @@ def run(job: Job, on_step: Callable[[int, float], None], on_stage: Callable[[str
             _load(job.folder / MODEL),
             prepared.tokenizer,
             TASKS,
-            task_folder=resource("eval", "tasks", "quickstart"),
+            task_folder=TASK_FOLDER,
             items=job.items,
             max_length=job.recipe.sequence_length,
         )
-    write_json(job.folder / DONE, result)
+    _write_stage(job, DONE, result)
     (job.folder / TRAINED).unlink(missing_ok=True)
     remove_checkpoint(job.folder / CHECKPOINT)
     return result
@@ -126,18 +128,27 @@ def _train(job: Job, prepared: data.Data, on_step: Callable[[int, float], None])
     with torch.no_grad():
         save_file({"ids": ids, "logits": model(input_ids=ids, use_cache=False).logits}, job.folder / LOGITS)
     result["files_sha256"] = _files_digest(job)
-    write_json(job.folder / TRAINED, result)
+    _write_stage(job, TRAINED, result)
     return result
+
+
+def _write_stage(job: Job, file: str, result: dict[str, Any]) -> None:
+    write_json(job.folder / file, result | {"sha256": _content_digest(result)})
 
 
 def _stage(job: Job, file: str) -> dict[str, Any] | None:
     """What an earlier run of the same job wrote to `file`, if it is whole and so are the files that it is about."""
     try:
         found: dict[str, Any] = json.loads((job.folder / file).read_text(encoding="utf-8"))
+        whole = found.pop("sha256") == _content_digest(found)
         same = found["fingerprint"] == job.fingerprint and found["files_sha256"] == _files_digest(job)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None  # not there, cut short, or of another version
-    return found if same else None
+    return found if whole and same else None
+
+
+def _content_digest(result: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(result, sort_keys=True).encode()).hexdigest()
 
 
 def _files_digest(job: Job) -> str:

@@ -13,7 +13,8 @@ from zaya_hf.reporting.results import FILE, MADE_BY
 
 _MARK = ".zaya-quickstart"  # in every output folder from its first moment on; also the lock
 # What a finished folder shows beside its results.
-REPORT, HUB, RUNS, ITEMS = "report.html", "hub", "runs", "evaluation"
+REPORT, HUB, RUNS = "report.html", "hub", "runs"
+ITEMS, TASKS = "evaluation/items", "evaluation/tasks"  # all that lm-eval needs to score any model on the same
 # Hidden, and gone at the end: tokenizer and token streams, and what is about to take the place of `hub`.
 PREPARED, NEW_HUB = ".prepared", ".hub.new"
 _BEFORE_FIVE_MODELS = "model"  # what the quickstart of version 0.1 wrote beside results.json
@@ -42,15 +43,15 @@ def owned(out: Path) -> Iterator[None]:
 
 
 def replace_hub(out: Path) -> None:
-    """Put the prepared hub folder, if there is one, in the place of the old one.
+    """Put the prepared hub folder in the place of the old one. Without a new one the old one stays, with its own card.
 
     Older results and report go first: whatever stops the rest, none of them stands beside a model that is not theirs.
     """
     for name in (FILE, REPORT):
         (out / name).unlink(missing_ok=True)
     shutil.rmtree(out / _BEFORE_FIVE_MODELS, ignore_errors=True)
-    shutil.rmtree(out / HUB, ignore_errors=True)
     if (out / NEW_HUB).exists():
+        shutil.rmtree(out / HUB, ignore_errors=True)
         (out / NEW_HUB).rename(out / HUB)
 
 

@@ -8,6 +8,7 @@ evaluation is repeated.
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import sys
 import time
@@ -55,6 +56,8 @@ def _run(args: argparse.Namespace) -> None:
     say("", "offline, on CPU; Ctrl-C stops it, and the same command goes on where it was")
     with waiting("reading, learning a tokenizer, choosing what to ask", sys.stderr):
         prepared = data.prepare(load_corpus(), recipe, out / output.PREPARED, out / output.ITEMS)
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(jobs.TASK_FOLDER, out / output.TASKS, ignore=ignored, dirs_exist_ok=True)
     _describe_text(prepared)
 
     rates = collect.learning_rate_factors()
@@ -81,7 +84,8 @@ def _run(args: argparse.Namespace) -> None:
     if remaining:
         say("training", _expected(recipe, len(remaining)))
         with watching(remaining, sys.stderr) as watcher:
-            done |= zip(remaining, pool.run_jobs(remaining, processes, watcher), strict=True)
+            results = _run_jobs(remaining, processes, watcher)
+        done |= zip(remaining, results, strict=True)
     found = collect.collect(
         todo,
         [done[job] for job in todo],
@@ -96,10 +100,19 @@ def _run(args: argparse.Namespace) -> None:
         with waiting("loading the saved model in fresh processes", sys.stderr):
             found["published"] = _publish(first, found, out)
     found["seconds"] = time.monotonic() - started
+    _tell_of_others(out, names)
     output.replace_hub(out)
     write_json(out / FILE, found)
     report.write_report(found, out / output.REPORT)
     conclude(out, found)
+
+
+def _run_jobs(remaining: list[jobs.Job], processes: int, watcher: pool.Watcher) -> list[dict[str, Any]]:
+    try:
+        return pool.run_jobs(remaining, processes, watcher)
+    except KeyboardInterrupt:
+        say("stopped", "the same command goes on where it was")
+        raise
 
 
 def _expected(recipe: Recipe, count: int) -> str:
@@ -114,6 +127,21 @@ def _describe_text(prepared: dict[str, Any]) -> None:
     megabytes = f"{text['train_bytes'] / 1e6:.1f} MB to train on, {text['held_out_bytes'] / 1e6:.2f} MB held out"
     say("text", f"{text['origin']}: {megabytes}")
     say("tokenizer", f"{tokenizer['entries']:,} entries, {tokenizer['bytes_per_token']:.2f} bytes per token")
+
+
+def _tell_of_others(out: Path, names: list[str]) -> None:
+    """Say what becomes of models that earlier results have and these have not."""
+    try:
+        earlier = [model["name"] for model in json.loads((out / FILE).read_text(encoding="utf-8"))["models"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    others = [name for name in earlier if name not in names]
+    if others:
+        say(
+            "note",
+            f"results and report are now of {', '.join(names)} alone; {', '.join(others)} stay in {out / output.RUNS},",
+        )
+        say("", "and a command that names them, or all, shows them again without training them again")
 
 
 def _publish(job: jobs.Job, found: dict[str, Any], out: Path) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from zaya_hf.quickstart.jobs import Job
+from zaya_hf.reporting.formats import score
 
 _LINES_PER_JOB = 4  # where there are no bars
 
@@ -45,8 +46,8 @@ def describe(result: dict[str, Any], steps: int) -> str:
     tail = result["losses"][-min(20, steps) :]
     parts = [f"loss {sum(tail) / len(tail):.3f}", f"{result['tokens_per_second']:,.0f} tokens/s"]
     tasks = result.get("evaluation", {}).get("tasks", {})
-    bits = [score["bits_per_byte"] for score in tasks.values() if score["kind"] == "bits_per_byte"]
-    parts += [f"{value:.3f} bits per byte held out" for value in bits]
+    bits = [found["bits_per_byte"] for found in tasks.values() if found["kind"] == "bits_per_byte"]
+    parts += [f"{score(value, 'bits_per_byte')} bits per byte held out" for value in bits]
     return ", ".join(parts)
 
 
@@ -56,6 +57,7 @@ class Lines:
     def __init__(self, jobs: Sequence[Job]) -> None:
         self._jobs = jobs
         self._recent: list[list[float]] = [[] for _ in jobs]
+        self._begun: set[int] = set()
 
     def stage(self, job: int, name: str) -> None:
         if name == "evaluating":
@@ -64,6 +66,9 @@ class Lines:
     def step(self, job: int, steps: int, loss: float) -> None:
         total = self._jobs[job].recipe.steps
         recent = self._recent[job]
+        if job not in self._begun and steps > 1:
+            say(self._jobs[job].label, f"goes on after step {steps - 1}")
+        self._begun.add(job)
         recent.append(loss)
         if steps < total and steps * _LINES_PER_JOB // total > (steps - 1) * _LINES_PER_JOB // total:
             say(self._jobs[job].label, f"{steps} of {total} steps, loss {sum(recent) / len(recent):.3f}")

@@ -10,7 +10,7 @@ from typing import Any
 from zaya_hf.quickstart.output import REPORT
 from zaya_hf.quickstart.progress import say
 from zaya_hf.quickstart.publish import LOADERS
-from zaya_hf.reporting.formats import visible
+from zaya_hf.reporting.formats import score, visible
 from zaya_hf.reporting.results import FILE, score_value, scores, spread
 
 
@@ -47,13 +47,13 @@ def table(results: dict[str, Any]) -> list[str]:
     rows = [["", *(title[0] for title in titles), "active", "training"]]
     rows += [["", *(title[1] for title in titles), "parameters", "tokens/s"]]
     for model in results["models"]:
-        means = [spread([score_value(score) for score in scores(model, task)]).mean for task in tasks]
+        means = [spread([score_value(found) for found in scores(model, task)]).mean for task in tasks]
         speed = spread([run["tokens_per_second"] for run in model["runs"]]).mean
-        numbers = [f"{mean:.3f}" for mean in means]
+        numbers = [score(mean, task["kind"]) for mean, task in zip(means, tasks, strict=True)]
         rows.append([model["title"], *numbers, f"{model['active_parameters'] / 1e6:.2f} M", f"{speed:,.0f}"])
     unigram = results["unigram_bits_per_byte"]
-    reference = [unigram if task["kind"] == "bits_per_byte" else task["chance"] for task in tasks]
-    rows.append(["frequencies, chance", *(f"{value:.3f}" for value in reference), "", ""])
+    references = [score(unigram if task["kind"] == "bits_per_byte" else task["chance"], task["kind"]) for task in tasks]
+    rows.append(["frequencies, chance", *references, "", ""])
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows]
 

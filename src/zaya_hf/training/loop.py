@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import GradientAccumulationPlugin
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
@@ -125,11 +126,19 @@ def train(
 
     Raises:
         RuntimeError: a loss or a gradient is not finite. Nothing was changed by that step.
-        ValueError: in a process that is one of several, for a model whose routers cannot be balanced, and for options
-            that `HybridMuon` refuses.
+        ValueError: in a process that is one of several, for batches without labels, for a model whose routers cannot be
+            balanced or whose auxiliary loss has no known weight, and for options and parameters that `HybridMuon` and
+            `parameter_roles` refuse.
+        OSError: `checkpoint` cannot be written.
     """
+    if checkpoint is not None:
+        checkpoint.mkdir(parents=True, exist_ok=True)  # a place that cannot be written to shows before the first step
     # Without a GPU, accelerate would look for other devices, with numbers of their own.
-    accelerator = Accelerator(cpu=not torch.cuda.is_available(), mixed_precision="no")
+    accelerator = Accelerator(
+        cpu=not torch.cuda.is_available(),
+        mixed_precision="no",
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),  # a number may be in the environment
+    )
     if accelerator.num_processes != 1:
         raise ValueError(f"{accelerator.num_processes} processes are joined; train runs in one.")
     try:
@@ -225,11 +234,19 @@ class _Run:
 
     def _language_loss(self, output: Any) -> Tensor:
         """The loss without what a model adds to it for its routers."""
+        if output.loss is None:
+            raise ValueError("the batch has no labels, so there is no loss to train on.")
         loss: Tensor = output.loss.detach()
         auxiliary = getattr(output, "aux_loss", None)
         if auxiliary is None:
             return loss
-        return loss - self.model.router_aux_loss_coef * auxiliary.detach().to(loss)
+        weight = getattr(self.model, "router_aux_loss_coef", None)
+        if weight is None:
+            raise ValueError(
+                f"{type(self.model).__name__} adds an auxiliary loss of unknown weight to its loss: expected an "
+                "attribute router_aux_loss_coef, as of transformers' other mixtures of experts."
+            )
+        return loss - weight * auxiliary.detach().to(loss)
 
     def _observe(self, output: Any, balancer: BiasBalancer) -> None:
         counts = getattr(output, "tokens_per_slot", None)

@@ -283,6 +283,8 @@ def _check_options(group: dict[str, Any]) -> None:
     for name in ("lr", "weight_decay", "muon_eps", "adamw_eps"):
         if not (isinstance(group[name], (int, float)) and 0 <= group[name] < math.inf):
             raise ValueError(f"{name} is {group[name]!r}; expected a finite number >= 0.")
+    if group["muon_eps"] == 0:
+        raise ValueError("muon_eps is 0; expected more: an expert that saw no token has a gradient of zeros.")
     for name, value in (("momentum", group["momentum"]), *(("betas", beta) for beta in group["betas"])):
         if not 0 <= value < 1:
             raise ValueError(f"{name} is {group[name]!r}; expected at least 0 and less than 1.")
