@@ -17,6 +17,9 @@ space := $() $()
 # "dev, train" and "dev train" mean dev,train: a name with spaces would be two targets.
 EXTRAS_LIST := $(subst $(space),$(comma),$(strip $(subst $(comma),$(space),$(EXTRAS))))
 STAMP := $(VENV)/.installed-$(EXTRAS_LIST)
+# A file's tests run in one process, which builds what they share once. In the order of names: xdist would put the files
+# with few tests, which are the slow ones, at the end.
+PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 # One thread per process: two test processes on two cores, and figures that do not depend on the machine's core count.
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
@@ -38,11 +41,11 @@ quickstart: $(STAMP)  ## train, evaluate and compare five tiny models (about fiv
 	$(VENV)/bin/zaya quickstart $(QUICKSTART_ARGS)
 
 test: $(STAMP)  ## the tests that need neither GPU nor network (PYTEST_ARGS adds to the command)
-	$(TEST_ENV) $(VENV)/bin/python -m pytest -q -n 2 --dist loadgroup $(PYTEST_ARGS)
+	$(TEST_ENV) $(VENV)/bin/python -m pytest -q $(PARALLEL) $(PYTEST_ARGS)
 
 fuzz: $(STAMP)  ## the random tests with a fresh seed (SEED=N repeats one) and many more examples
 	@echo "fuzz: SEED=$(SEED)"
-	$(TEST_ENV) ZAYA_TEST_SEED=$(SEED) $(VENV)/bin/python -m pytest -q -n 2 --dist loadgroup \
+	$(TEST_ENV) ZAYA_TEST_SEED=$(SEED) $(VENV)/bin/python -m pytest -q $(PARALLEL) \
 		--hypothesis-profile=fuzz --hypothesis-seed=$(SEED) $(PYTEST_ARGS)
 
 lint: $(STAMP)  ## ruff and mypy

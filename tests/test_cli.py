@@ -28,7 +28,6 @@ from zaya_hf import doctor, generation_cli, ops
 from zaya_hf.quickstart import bpe
 from zaya_hf.testing import redraw, tiny_config
 
-pytestmark = pytest.mark.xdist_group("cli")
 SRC = Path(__file__).resolve().parent.parent / "src"
 PROMPT = "def add(a, b):"
 POSITIONS = 64

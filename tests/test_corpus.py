@@ -13,8 +13,6 @@ from transformers import PreTrainedTokenizerFast
 
 from zaya_hf.quickstart import bpe, corpus
 
-# One worker reads the standard library for all tests here.
-pytestmark = pytest.mark.xdist_group("corpus")
 SPLITS = ("train", "validation", "held_out")
 
 

@@ -15,8 +15,6 @@ import pytest
 from zaya_hf.quickstart import arithmetic, corpus, items
 from zaya_hf.quickstart.corpus import Corpus, Document
 
-# One worker reads the standard library for all tests here.
-pytestmark = pytest.mark.xdist_group("corpus")
 Sets = dict[str, list[dict[str, Any]]]
 
 

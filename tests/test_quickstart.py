@@ -32,8 +32,6 @@ from zaya_hf.quickstart import collect, corpus, items, jobs, pool, progress, pub
 from zaya_hf.quickstart.models import FAMILIES
 from zaya_hf.quickstart.recipe import Recipe
 
-# One worker runs the command for all tests here.
-pytestmark = pytest.mark.xdist_group("quickstart")
 STEPS = 6
 SRC = Path(__file__).resolve().parent.parent / "src"
 

@@ -27,8 +27,6 @@ from zaya_hf.quickstart.corpus import Corpus, load_corpus
 from zaya_hf.quickstart.jobs import Job
 from zaya_hf.quickstart.recipe import Recipe
 
-# One worker of the test run starts the processes of all tests here.
-pytestmark = pytest.mark.xdist_group("quickstart jobs")
 SRC = Path(__file__).resolve().parent.parent / "src"
 RECIPE = Recipe(
     steps=6,

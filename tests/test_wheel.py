@@ -16,8 +16,6 @@ import pytest
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parent.parent
-# One worker builds and installs for all tests here.
-pytestmark = pytest.mark.xdist_group("wheel")
 
 
 def files(root: Path, *folders: str) -> set[str]:
