@@ -23,7 +23,8 @@ from zaya_hf.quickstart.recipe import Recipe
 from zaya_hf.reporting.results import FORMAT, MADE_BY
 from zaya_hf.training.optim import newton_schulz_dtype
 
-_SHOWING = ("output", "pipeline", "progress", "publish", "report", "report_cli", "report_words", "search", "summary")
+# Modules of the quickstart that move no number of a job.
+_SHOWING = ("output", "pipeline", "progress", "publish", "report", "report_words", "search", "summary")
 SEARCH = Path(__file__).with_name("search.json")
 
 
@@ -69,7 +70,9 @@ def _code_digest() -> str:
 
 def _only_shows(path: Path) -> bool:
     """Whether a source only runs the quickstart or shows what came of it: a change of wording repeats no training."""
-    return path.parts[0] in ("reporting", "hub") or path.stem in _SHOWING
+    if path.parts[0] == "quickstart":
+        return path.stem in _SHOWING
+    return path.parts[0] in ("reporting", "hub", "report_cli.py")
 
 
 def _newton_schulz_dtype() -> str:
