@@ -124,7 +124,9 @@ def _train(job: Job, prepared: data.Data, on_step: Callable[[int, float], None])
     for file in (DONE, TRAINED):  # of a run with other settings: what it says is not of the files that come now
         (job.folder / file).unlink(missing_ok=True)
     _save(model, prepared.tokenizer, job.folder / MODEL)
-    ids = prepared.validation[: _LOGIT_ROWS * recipe.sequence_length].view(_LOGIT_ROWS, -1)
+    length = recipe.sequence_length
+    rows = min(_LOGIT_ROWS, max(1, len(prepared.validation) // length))
+    ids = prepared.validation[: rows * length].view(rows, -1)
     with torch.no_grad():
         save_file({"ids": ids, "logits": model(input_ids=ids, use_cache=False).logits}, job.folder / LOGITS)
     result["files_sha256"] = _files_digest(job)
