@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.util
+
+from zaya_hf.quickstart.run import require
 
 
 def run(args: argparse.Namespace) -> int:
     """Carry out the command; `args` has path. Returns the exit code.
 
     Raises:
-        ValueError: `args.path` holds no results of ours, or matplotlib is missing.
+        ValueError: `args.path` holds no results of ours, or a package is missing.
     """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("a report also needs matplotlib: pip install matplotlib")
+    require("a report", "jinja2", "matplotlib")
     print(importlib.import_module("zaya_hf.quickstart.report").rebuild(args.path))
     return 0

@@ -16,7 +16,7 @@ import torch
 
 import zaya_hf
 from zaya_hf.evaluation import harness
-from zaya_hf.quickstart import output
+from zaya_hf.quickstart import data, output
 from zaya_hf.quickstart.jobs import TASK_FOLDER, TASKS, Job
 from zaya_hf.quickstart.models import FAMILIES
 from zaya_hf.quickstart.recipe import Recipe
@@ -50,7 +50,7 @@ def fingerprint(name: str, seed: int, rate: float, recipe: Recipe, prepared: dic
         "rate": rate,
         "recipe": settings | {"newton_schulz_dtype": _newton_schulz_dtype()},
         "corpus": prepared["corpus"]["sha256"],
-        "items": prepared["items"]["sha256"],
+        "items": prepared["items_sha256"],
         "versions": versions(),
         "code": _code_digest(),
     }
@@ -62,10 +62,7 @@ def _code_digest() -> str:
     """Of the sources that train and score, and of the evaluation's tasks: an edited checkout is another version."""
     package = Path(zaya_hf.__file__).parent
     sources = [path for path in package.rglob("*.py") if not _only_shows(path.relative_to(package))]
-    digest = hashlib.sha256()
-    for path in (*sorted(sources), *sorted(path for path in TASK_FOLDER.iterdir() if path.is_file())):
-        digest.update(path.name.encode() + b"\n" + path.read_bytes())
-    return digest.hexdigest()
+    return data.digest([*sorted(sources), *sorted(path for path in TASK_FOLDER.iterdir() if path.is_file())])
 
 
 def _only_shows(path: Path) -> bool:
@@ -87,14 +84,12 @@ def collect(
     command: str,
     processes: int,
     cores: int,
-    seconds: float,
 ) -> dict[str, Any]:
-    """The content of `results.json`, but for `published`, which is None.
+    """The content of `results.json`, but for `seconds`, which come at the end, and `published`, which is None.
 
     Args:
         done: the result of each of `jobs`.
         prepared: what `data.prepare` returned.
-        seconds: of this invocation so far; less than the work took where earlier invocations did a part of it.
     """
     recipe = jobs[0].recipe
     seeds = sorted({job.seed for job in jobs})
@@ -103,7 +98,6 @@ def collect(
         "format": FORMAT,
         "command": command,
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "seconds": seconds,
         "settings": recipe.as_dict() | {"seeds": seeds, "newton_schulz_dtype": _newton_schulz_dtype()},
         "versions": versions(),
         "hardware": {"cpu": _cpu_name(), "cores": cores, "processes": processes},
@@ -111,7 +105,7 @@ def collect(
         "arithmetic": prepared["arithmetic"],
         "tokenizer": prepared["tokenizer"],
         "unigram_bits_per_byte": prepared["unigram_bits_per_byte"],
-        "evaluation_items": prepared["items"]["sha256"],
+        "evaluation_items": prepared["items_sha256"],
         "tasks": harness.describe(TASKS, task_folder=TASK_FOLDER, items=jobs[0].items),
         "models": [
             _model(name, [result for job, result in zip(jobs, done, strict=True) if job.name == name])

@@ -40,7 +40,8 @@ def prepare(corpus: Corpus, recipe: Recipe, folder: Path, item_folder: Path) -> 
     """Write tokenizer and streams of `corpus` to `folder` and the evaluation's items to `item_folder`.
 
     Returns:
-        What `results.json` says about them: `corpus`, `arithmetic`, `tokenizer`, `unigram_bits_per_byte`, `items`.
+        What `results.json` says about them: `corpus`, `arithmetic`, `tokenizer`, `unigram_bits_per_byte`; and
+        `items_sha256`.
 
     Raises:
         RuntimeError: there is too little text for the evaluation.
@@ -51,13 +52,13 @@ def prepare(corpus: Corpus, recipe: Recipe, folder: Path, item_folder: Path) -> 
     folder.mkdir(parents=True, exist_ok=True)
     save_file({"stream": stream, "validation": validation}, folder / "tokens.safetensors")
     tokenizer.save_pretrained(folder)
-    counts = items.write_items(item_folder, corpus)
+    items.write_items(item_folder, corpus)
     return {
         "corpus": _corpus_facts(corpus),
         "arithmetic": {"train": len(arithmetic.TRAINING), "held_out": len(arithmetic.HELD_OUT)},
         "tokenizer": {"entries": len(tokenizer), "bytes_per_token": _bytes(corpus.train) / len(stream)},
         "unigram_bits_per_byte": _unigram_bits_per_byte(tokenizer, stream, item_folder / "bits.jsonl"),
-        "items": {"counts": counts, "sha256": digest(sorted(item_folder.glob("*.jsonl")))},
+        "items_sha256": digest(sorted(item_folder.glob("*.jsonl"))),
     }
 
 

@@ -6,16 +6,6 @@ import argparse
 import importlib
 import importlib.util
 
-# Package in Python -> name for pip. They come with the extras `train` and `eval`.
-_NEEDED = {
-    "accelerate": "accelerate",
-    "datasets": "datasets",
-    "jinja2": "jinja2",
-    "lm_eval": "lm-eval",
-    "matplotlib": "matplotlib",
-    "rich": "rich",
-}
-
 
 def run(args: argparse.Namespace) -> int:
     """Carry out the command. Returns the exit code.
@@ -23,8 +13,18 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError: a package is missing; besides, what `pipeline.run` raises.
     """
-    missing = [name for module, name in _NEEDED.items() if importlib.util.find_spec(module) is None]
-    if missing:
-        raise ValueError(f"the quickstart also needs {', '.join(missing)}: pip install {' '.join(missing)}")
+    # They come with the extras `train` and `eval`.
+    require("the quickstart", "accelerate", "datasets", "jinja2", "lm-eval", "matplotlib", "rich")
     importlib.import_module("zaya_hf.quickstart.pipeline").run(args)
     return 0
+
+
+def require(what: str, *packages: str) -> None:
+    """Check that packages, under their names for pip, are installed for `what`.
+
+    Raises:
+        ValueError: some are not; the message names them and the command that installs them.
+    """
+    missing = [name for name in packages if importlib.util.find_spec(name.replace("-", "_")) is None]
+    if missing:
+        raise ValueError(f"{what} also needs {', '.join(missing)}: pip install {' '.join(missing)}")

@@ -7,7 +7,7 @@ and the factor with the least validation loss is taken. While a model's best fac
 next one beyond is tried as well. Validation text is neither trained on nor held out, and the seed is not the
 quickstart's. Runs have the full length: of 200 steps, all models preferred rates that are worse after 800.
 
-Takes about 15 minutes on two cores and writes `search.json` beside this file.
+Takes some 20 minutes on two cores and writes `search.json` beside this file.
 """
 
 from __future__ import annotations
