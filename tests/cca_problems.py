@@ -102,7 +102,9 @@ def mix(problem: Problem, **arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     """`cca_mix` on a problem, as ``[B, S, heads, D]``."""
     t = problem.tensors
     outputs = ops.cca_mix(
-        *(t[name] for name in INPUTS),
+        torch.cat([t["query"], t["key"]], dim=-1),
+        t["value_current"],
+        t["value_delayed"],
         **{name: t[name] for name in WEIGHTS},
         cos=t["cos"],
         sin=t["sin"],

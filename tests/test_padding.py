@@ -263,7 +263,8 @@ def test_a_row_of_padding_in_generate(attention: str) -> None:
 def test_a_batch_of_padding(attention: str) -> None:
     """Nothing to learn from: the loss is 0, the gradients are 0, and neither is NaN."""
     model, ids = new_model("full", attention).train(), random_ids(2, 6)
-    output = model(ids, attention_mask=torch.zeros(2, 6), labels=torch.full((2, 6), -100), output_router_logits=True)
+    given = {"attention_mask": torch.zeros(2, 6), "labels": torch.full((2, 6), -100), "output_router_logits": True}
+    output = model(ids, skip_logits=False, **given)
     assert float(output.loss.detach()) == 0
     assert output.logits.isfinite().all()
     assert not output.tokens_per_slot.any()

@@ -345,7 +345,8 @@ def paths(monkeypatch) -> dict[str, int]:
     ):
         for name in names:
             monkeypatch.setitem(type(interface)._global_mapping, name, spy(kind, name, interface[name]))
-    monkeypatch.setattr(modeling_zaya, "eager_attention", spy("attention", "eager", modeling_zaya.eager_attention))
+    eager = spy("attention", "eager", modeling_zaya.attention.eager_attention)
+    monkeypatch.setattr(modeling_zaya.attention, "eager_attention", eager)
     monkeypatch.setattr(modeling_zaya.ops, "experts", spy("experts", "eager", modeling_zaya.ops.experts))
     return counts
 
@@ -364,14 +365,15 @@ def test_each_switch_makes_another_code_path_run(paths):
     ids = random_ids(2, 6)
     with torch.no_grad():
         want = record_run(model, ids)
-    assert implementations_run(model, paths) == {"attention sdpa", "experts grouped_mm"}
+    assert implementations_run(model, paths) == {"attention sdpa", "experts eager"}
     for attention in ("eager", "sdpa"):
-        for experts in ("eager", "batched_mm", "grouped_mm"):
+        for experts in ("eager", "batched_mm", "grouped_mm", "zaya"):
             model.set_attn_implementation(attention)
             model.set_experts_implementation(experts)
             assert model.config._attn_implementation == attention
             assert model.config._experts_implementation == experts
-            assert implementations_run(model, paths) == {f"attention {attention}", f"experts {experts}"}
+            ran = "eager" if experts == "zaya" else experts  # what ours is on a CPU
+            assert implementations_run(model, paths) == {f"attention {attention}", f"experts {ran}"}
             with torch.no_grad():
                 assert_equal_logits(record_run(model, ids), want, atol=3e-5)
 
@@ -396,7 +398,7 @@ def test_switches_work_for_subclasses_wherever_they_are_defined(paths, monkeypat
         monkeypatch.setattr(ZayaForCausalLM, f"_can_set_{name}_implementation_cached_value", None, raising=False)
     Subclass = type("Subclass", (ZayaForCausalLM,), {"__module__": "nowhere"})
     model = redraw(Subclass(tiny_config()))
-    assert implementations_run(model, paths) == {"attention sdpa", "experts grouped_mm"}
+    assert implementations_run(model, paths) == {"attention sdpa", "experts eager"}
     model.set_attn_implementation("eager")
     model.set_experts_implementation("batched_mm")
     assert implementations_run(model, paths) == {"attention eager", "experts batched_mm"}
@@ -409,7 +411,7 @@ def test_unknown_implementations_are_refused():
     with pytest.raises(ValueError, match="no_such"):
         model.set_experts_implementation("no_such")
     assert model.config._attn_implementation == "sdpa"
-    assert model.config._experts_implementation == "grouped_mm"
+    assert model.config._experts_implementation == "zaya"
 
 
 @pytest.mark.parametrize("first", ["native first", "ours first"])
@@ -439,7 +441,7 @@ def test_switches_do_not_depend_on_which_class_came_first(first):
     print(json.dumps([said, seen]))
     """
     )
-    assert printed == [["grouped_mm", "sdpa"], ["batched_mm"] * 4 + ["grouped_mm"] * 4]
+    assert printed == [["zaya", "sdpa"], ["batched_mm"] * 4 + ["grouped_mm"] * 4]
 
 
 @pytest.fixture

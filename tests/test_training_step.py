@@ -17,7 +17,7 @@ from zaya_hf import ZayaForCausalLM
 from zaya_hf.losses import causal_lm_loss
 from zaya_hf.testing import TINY, random_ids, redraw, tiny_config
 
-IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
+IMPLEMENTATIONS = ("zaya", "eager", "batched_mm", "grouped_mm")
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
@@ -159,7 +159,7 @@ def test_gradient_checkpointing_changes_nothing(kind: str, experts: str, reentra
         given["attention_mask"][1, :5] = 0
     if kind == "packed":
         given["position_ids"] = torch.tensor([[*range(5), *range(7)], [0, *range(11)]])
-    given["output_hidden_states"] = True
+    given.update(output_hidden_states=True, skip_logits=False)
     want, right = step(checkpointed(redraw(ZayaForCausalLM(config)), None), **given)
     model = checkpointed(redraw(ZayaForCausalLM(config)), reentrant)
     ran: list[int] = []
@@ -309,7 +309,7 @@ def test_training_after_inference_mode() -> None:
     ids = random_ids(2, 6)
     with torch.inference_mode():
         want = model(ids).logits.clone()
-    output = model.train()(ids, labels=ids)
+    output = model.train()(ids, labels=ids, skip_logits=False)
     output.loss.backward()
     assert torch.equal(output.logits, want)
 

@@ -6,6 +6,8 @@ windows that count real tokens (padding between two tokens does not use a window
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +16,7 @@ from torch import Tensor
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.utils.import_utils import is_tracing
 
+from . import attention
 from .history import PADDING
 
 if TYPE_CHECKING:
@@ -30,6 +33,11 @@ def allowed_pairs(mask: Tensor) -> Tensor:
     if mask.dtype == torch.bool:
         return mask
     return mask > HIDDEN if mask.is_floating_point() else mask != 0
+
+
+def is_free_to_read(tensor: Tensor) -> bool:
+    """Whether looking at values waits for no device and is part of no trace."""
+    return tensor.device.type == "cpu" and not is_tracing(tensor)
 
 
 def key_ranges(config, length: int, past: int, cache) -> dict[str, tuple[int, int]]:
@@ -53,6 +61,7 @@ def document_masks(
     device: torch.device,
 ) -> dict[str, Any]:
     """Causal masks inside documents, by layer type. A padding query sees itself, so that no softmax runs over nothing.
+    Where attention can go without a mask over all pairs, there is an `attention.Plan` in its place.
 
     Args:
         all_segments: ``[B, L + S]`` segments of cached and new tokens; None when every row is one unpadded document.
@@ -72,12 +81,18 @@ def document_masks(
             )
         return dict.fromkeys(ranges)
     masks: dict[str, Any] = {}
+    # Not while tracing: lengths and values of the trace would be baked in.
+    may_look = name == "sdpa" and not is_tracing()
+    pieces = None
+    if may_look and all_segments is not None and not past and attention.plans_are_possible():
+        pieces = worthwhile_pieces(all_segments)
     for layer_type, (keys, first) in ranges.items():
         window = _window(config, layer_type)
-        if all_segments is None and name == "sdpa" and _sdpa_needs_no_mask(past, length, window):
+        if may_look and all_segments is None and _sdpa_needs_no_mask(past, length, window):
             masks[layer_type] = None
             continue
-        masks[layer_type] = ALL_MASK_ATTENTION_FUNCTIONS[name](
+        make_mask = functools.partial(
+            ALL_MASK_ATTENTION_FUNCTIONS[name],
             batch_size=visible.batch_size,
             q_length=length,
             kv_length=keys,
@@ -92,7 +107,30 @@ def document_masks(
             config=config,
             use_vmap=False,
         )
+        if pieces is not None:
+            masks[layer_type] = attention.Documents(keys, make_mask, pieces=pieces, window=window)
+        elif may_look and all_segments is None and past and _sees_all(keys, window) and attention.can_continue(device):
+            masks[layer_type] = attention.Continued(keys, make_mask, past=past)
+        else:
+            masks[layer_type] = make_mask()
     return masks
+
+
+def worthwhile_pieces(segment: Tensor) -> tuple[tuple[int, int, bool], ...] | None:
+    """What `attention.Documents` needs to know of ``segment[B, S]``: runs of neighbouring documents of one length, over
+    the flattened rows. None where a mask is as good: for few tokens or many short documents of differing lengths, and
+    where padding lies inside a document.
+    """
+    if not is_free_to_read(segment) or bool(_behind_hole(segment).any()):
+        return None
+    starts = _run_starts(segment)
+    lengths = torch.nn.functional.pad(starts, (0, 1), value=segment.numel()).diff()
+    real = segment.flatten()[starts] != PADDING
+    runs = itertools.groupby(zip(lengths.tolist(), real.tolist(), strict=True))
+    pieces = tuple((len(list(run)), tokens, is_real) for (tokens, is_real), run in runs)
+    pairs = sum(count * tokens**2 for count, tokens, is_real in pieces if is_real)
+    cost = pairs + attention.PAIRS_OF_A_CALL * len(pieces)
+    return pieces if pairs and cost < segment.numel() * segment.shape[1] else None
 
 
 def document_mask(all_segments: Tensor | None, window: int | None) -> Callable[..., Tensor]:
@@ -166,18 +204,27 @@ def varlen_kwargs(config, segment: Tensor, past: int) -> dict[str, Any] | None:
     name = config._attn_implementation or ""
     if "flash" not in name or past:
         return None
-    highest = segment.cummax(1).values if segment.numel() else segment
-    behind_hole = (segment[:, 1:] == highest[:, :-1]) & (segment[:, :-1] == PADDING) & (segment[:, 1:] != PADDING)
-    if bool(behind_hole.any()):
+    if bool(_behind_hole(segment).any()):
         raise ValueError(
             f"{name} cannot attend across padding inside a document; use attn_implementation='sdpa', or move the "
             "padding to either end."
         )
-    edge = torch.ones_like(segment, dtype=torch.bool)
-    edge[:, 1:] = segment[:, 1:] != segment[:, :-1]
-    cumulative = torch.nn.functional.pad(edge.flatten().nonzero()[:, 0], (0, 1), value=segment.numel()).int()
+    cumulative = torch.nn.functional.pad(_run_starts(segment), (0, 1), value=segment.numel()).int()
     longest = int(cumulative.diff().max()) if cumulative.numel() > 1 else 0
     return {"cu_seq_lens_q": cumulative, "cu_seq_lens_k": cumulative, "max_length_q": longest, "max_length_k": longest}
+
+
+def _behind_hole(segment: Tensor) -> Tensor:
+    """``[B, S - 1]``: tokens but the first that go on with a document behind padding."""
+    highest = segment.cummax(1).values if segment.numel() else segment
+    return (segment[:, 1:] == highest[:, :-1]) & (segment[:, :-1] == PADDING) & (segment[:, 1:] != PADDING)
+
+
+def _run_starts(segment: Tensor) -> Tensor:
+    """Flat indices at which runs of one segment start; every row of ``segment[B, S]`` starts one."""
+    edge = torch.ones_like(segment, dtype=torch.bool)
+    edge[:, 1:] = segment[:, 1:] != segment[:, :-1]
+    return edge.flatten().nonzero()[:, 0]
 
 
 def _rank(all_segments: Tensor) -> Tensor:
@@ -189,12 +236,15 @@ def _window(config, layer_type: str) -> int | None:
     return config.sliding_window if layer_type == "hybrid_sliding" else None
 
 
+def _sees_all(tokens: int, window: int | None) -> bool:
+    """Whether a window hides none of `tokens` tokens."""
+    return window is None or tokens <= window
+
+
 def _sdpa_needs_no_mask(past: int, length: int, window: int | None) -> bool:
-    """`is_causal` (empty cache) or no mask at all (one query) already say everything. Not while exporting: the traced
-    length would be baked in. A sliding layer's cache returns at most `window` keys to one query."""
-    if is_tracing():
-        return False
-    return length == 1 or (past == 0 and (window is None or length <= window))
+    """`is_causal` (empty cache) or no mask at all (one query) already say everything: a sliding layer's cache gives one
+    query `window` keys at most."""
+    return length == 1 or (past == 0 and _sees_all(length, window))
 
 
 def _flash_keys(name: str, all_segments: Tensor | None, length: int) -> Tensor | None:

@@ -10,6 +10,7 @@ them into a cache that a caller or ``generate`` made, in place; transformers' ow
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -21,6 +22,7 @@ from transformers.cache_utils import (
     LinearAttentionAndSlidingWindowAttentionLayer,
 )
 
+from .cache_growth import appended, with_room
 from .history import RowHistory
 
 QK, VALUE = 0, 1  # indices of the two convolution states
@@ -47,12 +49,15 @@ class CCALayerMixin(_LibraryLayer):
     owns_history: bool
     #: what the config says about the shape of a cache, see `_shape_of`
     model_shape: tuple[Any, ...]
+    #: memory in which keys and values grow, if they do; never another layer's
+    room: tuple[torch.Tensor | None, torch.Tensor | None]
     #: raw columns since recording began or the last crop, the state before them included; None while not recording
     recorded: list[torch.Tensor] | None
 
     def bind(self, history: RowHistory, owns_history: bool, model_shape: tuple[Any, ...]) -> None:
         self.history, self.owns_history, self.model_shape = history, owns_history, model_shape
         self.recorded = None
+        self.room = (None, None)
         self.number_of_states = 2
         for states in (self.conv_states, self.recurrent_states, self.conv_kernel_size):
             states.setdefault(VALUE, None)
@@ -94,6 +99,27 @@ class CCALayerMixin(_LibraryLayer):
     def stored(self) -> int:
         """Tokens whose keys and values the layer has seen."""
         return self.keys.shape[-2] if self.is_initialized and self.keys.ndim == 4 else 0
+
+    def _append(self, keys: torch.Tensor, values: torch.Tensor, capacity: int) -> None:
+        """Put ``[B, G, S, D]`` behind the keys and values; see `appended`."""
+        self.keys, key_room = appended(self.keys, keys, self.room[0], capacity)
+        self.values, value_room = appended(self.values, values, self.room[1], capacity)
+        self.room = (key_room, value_room)
+
+    # ------------------------------------------------------------------------------------------------------- copies
+    def __copy__(self) -> CCALayerMixin:
+        """Both layers hold the same keys and values, so neither may grow in their memory any more."""
+        self.room = (None, None)
+        copied = object.__new__(type(self))
+        copied.__dict__.update(self.__dict__)
+        return copied
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickling and `copy.deepcopy`: what is held, without the room behind it."""
+        state = dict(self.__dict__)
+        if any(room is not None for room in self.room):
+            state.update(keys=self.keys.clone(), values=self.values.clone(), room=(None, None))
+        return state
 
     # --------------------------------------------------------------------------------------------------- operations
     @property
@@ -147,6 +173,7 @@ class CCALayerMixin(_LibraryLayer):
         if self.owns_history:
             self.history.__init__()  # type: ignore[misc]
         self.recorded = None
+        self.room = (None, None)
         for index in (QK, VALUE):
             self.conv_states[index] = None
             self.is_conv_states_initialized[index] = self.has_previous_state[index] = False
@@ -161,7 +188,11 @@ class CCALayerMixin(_LibraryLayer):
         if self.recorded is not None:
             self.recorded = [fn(columns) for columns in self.recorded]
         if self.is_initialized and self.keys is not None:
-            self.keys, self.values = fn(self.keys), fn(self.values)
+            self._replace_attention(fn)
+
+    def _replace_attention(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Apply `fn` to keys and values; the memory they grew in is given up with them."""
+        self.keys, self.values, self.room = fn(self.keys), fn(self.values), (None, None)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         self._map_rows(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
@@ -180,16 +211,23 @@ class CCALayerMixin(_LibraryLayer):
     def offload(self) -> None:
         """Move keys and values to the CPU."""
         if self.is_initialized:
-            self.keys, self.values = (t.to("cpu", non_blocking=True) for t in (self.keys, self.values))
+            self._replace_attention(lambda tensor: tensor.to("cpu", non_blocking=True))
 
     def prefetch(self) -> None:
         """Move keys and values back to the device of the states."""
         if self.is_initialized and self.keys.device != self.device:
-            self.keys, self.values = (t.to(self.device, non_blocking=True) for t in (self.keys, self.values))
+            self._replace_attention(lambda tensor: tensor.to(self.device, non_blocking=True))
 
 
 class ZayaFullLayer(CCALayerMixin, LinearAttentionAndFullAttentionLayer):  # type: ignore[override]
     """States, keys and values of a layer with full attention."""
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
+        """``[B, G, S, D]`` keys and values in, all of them out: views that stay as they are while tokens only come."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self._append(key_states, value_states, with_room(self.stored() + key_states.shape[-2]))
+        return self.keys, self.values
 
     def _crop_attention(self, remove: int) -> None:
         DynamicLayer.crop(self, -remove)
@@ -216,15 +254,17 @@ class ZayaSlidingLayer(CCALayerMixin, LinearAttentionAndSlidingWindowAttentionLa
         """``[B, G, S, D]`` keys and values in; the last `num_keys`, which the mask of this call covers, out."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        keys = torch.cat([self.keys, key_states], dim=-2)
-        values = torch.cat([self.values, value_states], dim=-2)
+        total = super().stored() + key_states.shape[-2]
+        keep = total if self.record_past else self.history.slots_for(self.sliding_window - 1)
+        # Twice what is kept: the kept tokens wander through it, and are copied to its front when they reach the end.
+        self._append(key_states, value_states, with_room(total) if self.record_past else max(total, 2 * keep))
+        keys, values = self.keys, self.values
         self.cumulative_length += key_states.shape[-2]
-        keep = keys.shape[-2] if self.record_past else self.history.slots_for(self.sliding_window - 1)
-        start = max(keys.shape[-2] - keep, 0)
+        start = max(total - keep, 0)
         self.keys, self.values = keys[:, :, start:], values[:, :, start:]
         if start > keep:  # a view would keep a long prompt's keys alive until the next call
-            self.keys, self.values = self.keys.clone(), self.values.clone()
-        first = keys.shape[-2] - num_keys
+            self._replace_attention(torch.clone)
+        first = total - num_keys
         return keys[:, :, first:], values[:, :, first:]
 
     def _crop_attention(self, remove: int) -> None:
@@ -276,11 +316,14 @@ def adopt(cache: Cache, config) -> RowHistory:
     return history
 
 
+_OF_SHAPE = attrgetter("sliding_window", "num_attention_heads", "num_key_value_heads", "head_dim", "layer_types")
+_OF_LOOK_BACK = attrgetter("cca_time0", "cca_time1")
+
+
 def _shape_of(config) -> tuple[Any, ...]:
-    """What two models must share for a cache of one to fit the other."""
-    look_back = config.cca_time0 + config.cca_time1 - 2
-    heads = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
-    return (*config.layer_types, config.sliding_window, *heads, look_back)
+    """What two models must share for a cache of one to fit the other. Read anew in every call: a config can change."""
+    *numbers, layer_types = _OF_SHAPE(config)
+    return (sum(_OF_LOOK_BACK(config)) - 2, *numbers, tuple(layer_types))
 
 
 def _check_adopted(cache: DynamicCache, shape: tuple[Any, ...]) -> None:

@@ -1,22 +1,27 @@
-"""Next-token loss, normalised by the number of targets."""
+"""Next-token loss, normalised by the number of targets: of logits, or of what the head would make logits of."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.modeling_utils import slice_logits_to_keep
 
+from . import ops
 from .ops.numerics import promote
 
 
 def causal_lm_loss(
-    logits: torch.Tensor,
-    labels: torch.Tensor | None,
+    logits: Tensor,
+    labels: Tensor | None,
     vocab_size: int,
-    num_items_in_batch: torch.Tensor | int | None = None,
+    num_items_in_batch: Tensor | int | None = None,
     ignore_index: int = -100,
-    shift_labels: torch.Tensor | None = None,
+    shift_labels: Tensor | None = None,
     **kwargs: object,
-) -> torch.Tensor:
+) -> Tensor:
     """Cross-entropy of token t + 1 given logits t, in fp32 or wider.
 
     Args:
@@ -32,23 +37,120 @@ def causal_lm_loss(
     Raises:
         ValueError: without labels, and for labels that are not one whole number per row and column of `logits`.
     """
+    targets = _targets(logits, labels, shift_labels, ignore_index)
+    total = F.cross_entropy(
+        promote(logits).reshape(-1, vocab_size), targets, ignore_index=ignore_index, reduction="sum"
+    )
+    return total / _divisor(targets, num_items_in_batch, ignore_index)
+
+
+def causal_lm_loss_of_hidden(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor | None,
+    num_items_in_batch: Tensor | int | None = None,
+    ignore_index: int = -100,
+    shift_labels: Tensor | None = None,
+    *,
+    wide_logits: bool = False,
+    **kwargs: object,
+) -> Tensor:
+    """`causal_lm_loss` of ``hidden @ weight.T + bias``, which are never held for all tokens.
+
+    Args:
+        hidden: ``[B, S, D]``.
+        weight, bias: ``[V, D]`` and ``[V]`` of the head.
+        wide_logits: compute logits in fp32 or wider.
+
+    The others, what is returned, and the errors are those of `causal_lm_loss`.
+    """
+    targets = _targets(hidden, labels, shift_labels, ignore_index)
+    return ops.linear_cross_entropy(
+        hidden.reshape(-1, hidden.shape[-1]),
+        weight,
+        bias,
+        targets,
+        divisor=_divisor(targets, num_items_in_batch, ignore_index),
+        ignore_index=ignore_index,
+        wide_logits=wide_logits,
+    )
+
+
+def logits_and_loss(
+    model: Any,
+    hidden: Tensor,
+    labels: Tensor | None,
+    *,
+    head_is_plain: bool,
+    logits_to_keep: int | Tensor,
+    skip_logits: bool | None,
+    **kwargs: Any,
+) -> tuple[Tensor | None, Tensor | None]:
+    """What a causal model returns for its hidden states.
+
+    Args:
+        model: with `lm_head`, `loss_function` and `vocab_size`.
+        hidden: ``[B, S, D]``.
+        labels: ``[B, S]``; or `shift_labels` among `kwargs`, which go to the loss function.
+        head_is_plain: whether `lm_head` is of the class that multiplies and does no more.
+        logits_to_keep: the last n positions only (0: all), or an index tensor.
+        skip_logits: return no logits; None: only in training, with labels, for all positions, and with our own loss.
+
+    Returns:
+        logits ``[B, kept, V]`` or None, and the loss or None.
+
+    Raises:
+        ValueError: for skip_logits=True where the logits are all that is asked for, or are needed by the loss function.
+    """
+    with_loss = labels is not None or kwargs.get("shift_labels") is not None
+    everything = isinstance(logits_to_keep, int) and logits_to_keep == 0
+    ours = model.loss_function is causal_lm_loss
+    if skip_logits is None:
+        skip_logits = model.training and with_loss and ours and everything
+    elif skip_logits and not with_loss:
+        raise ValueError("skip_logits=True leaves nothing to return: give labels or shift_labels.")
+    elif skip_logits and not ours:
+        raise ValueError("skip_logits=True, but the model's loss_function is not causal_lm_loss and needs logits.")
+    head = model.lm_head
+    if skip_logits and everything and head_is_plain and _is_only_its_weights(head):
+        wide = head.config.fp32_logits
+        return None, causal_lm_loss_of_hidden(hidden, head.weight, head.bias, labels, wide_logits=wide, **kwargs)
+    logits = head(slice_logits_to_keep(hidden, logits_to_keep))
+    loss = model.loss_function(logits, labels, model.vocab_size, **kwargs) if with_loss else None
+    return None if skip_logits else logits, loss
+
+
+def _is_only_its_weights(head: nn.Module) -> bool:
+    """Whether calling the head would do nothing beside its forward: no hook that loads, gathers or watches."""
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    everywhere = nn.modules.module
+    return (
+        "forward" not in vars(head)  # where accelerate puts its own
+        and not any(getattr(head, name) or getattr(everywhere, f"_global{name}") for name in hooks)
+    )
+
+
+def _targets(of: Tensor, labels: Tensor | None, shift_labels: Tensor | None, ignore_index: int) -> Tensor:
+    """``[B S]`` int64: for each row and column of ``of[B, S, ...]`` the id of the next token, on its device."""
     name, given = ("labels", labels) if shift_labels is None else ("shift_labels", shift_labels)
     if given is None:
         raise ValueError("causal_lm_loss needs labels or shift_labels.")
-    if given.shape != logits.shape[:-1]:
+    if given.shape != of.shape[:-1]:
         raise ValueError(
-            f"{name} have shape {list(given.shape)}, but there are logits for {list(logits.shape[:-1])}; they need the "
+            f"{name} have shape {list(given.shape)}, but there are logits for {list(of.shape[:-1])}; they need the "
             "same rows and tokens, so leave logits_to_keep out when there are labels."
         )
     if given.is_floating_point() or given.dtype == torch.bool:
         raise ValueError(f"{name} have dtype {given.dtype}; expected int64 or int32.")
     targets = F.pad(given, (0, 1), value=ignore_index)[..., 1:] if shift_labels is None else given
-    targets = targets.reshape(-1).to(logits.device, torch.long)
-    total = F.cross_entropy(
-        promote(logits).reshape(-1, vocab_size), targets, ignore_index=ignore_index, reduction="sum"
-    )
+    return targets.reshape(-1).to(of.device, torch.long)
+
+
+def _divisor(targets: Tensor, num_items_in_batch: Tensor | int | None, ignore_index: int) -> Tensor:
+    """By what the sum over `targets` is divided; on their device."""
     if num_items_in_batch is None:
         num_items_in_batch = (targets != ignore_index).sum()
-    if not isinstance(num_items_in_batch, torch.Tensor):
+    if not isinstance(num_items_in_batch, Tensor):
         num_items_in_batch = torch.tensor(num_items_in_batch)
-    return total / num_items_in_batch.to(total.device).clamp_min(1)
+    return num_items_in_batch.to(targets.device).clamp_min(1)

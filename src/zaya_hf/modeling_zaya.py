@@ -17,20 +17,20 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMixin
 from transformers.integrations import use_experts_implementation
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel, slice_logits_to_keep
+from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
-from transformers.utils.import_utils import is_tracing
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from . import ops, prepared_masks, visibility
+from . import attention, ops, prepared_masks, visibility
 from .arguments import check_ids, check_names, one_cu_seq_lens, without_boundary_targets
 from .cache import adopt, check_batch, layer_of, one_cache
 from .configuration_zaya import ZayaConfig
+from .experts_dispatch import OURS, run_experts
+from .fusing import FusedLinears, ZayaFusingMixin
 from .generation import ZayaGenerationMixin
 from .loading import ZayaLoadingMixin
-from .losses import causal_lm_loss
-from .ops.numerics import wide_dtype
+from .losses import causal_lm_loss, logits_and_loss
 from .outputs import ZayaCausalLMOutput, ZayaModelOutput
 from .rotary import RotaryTables
 from .visibility import Visibility
@@ -67,6 +67,15 @@ class ZayaResidualScaling(nn.Module):
         )
 
 
+class ZayaLinear(nn.Linear):
+    """A linear layer whose product is chosen by `ops.linear`."""
+
+    packed_weight: ops.PackedWeight | None = None  # see `fuse_for_inference`
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.linear(x, self.weight, self.bias, self.packed_weight)
+
+
 class ZayaCCAConv(nn.Conv1d):
     """Weights of one of CCA's convolutions. Calling it gives them, so that hooks which load or gather them run."""
 
@@ -79,22 +88,31 @@ class ZayaCCAConv(nn.Conv1d):
 class ZayaCCAProjection(nn.Module):
     """The four down-projections of CCA and the weights of its two convolutions."""
 
+    fused_projections: FusedLinears | None = None  # see `fuse_for_inference`
+
     def __init__(self, config: ZayaConfig):
         super().__init__()
         query_width = config.num_attention_heads * config.head_dim
         key_width = config.num_key_value_heads * config.head_dim
         channels = query_width + key_width
         bias = config.attention_bias
-        self.q_proj = nn.Linear(config.hidden_size, query_width, bias=bias)
-        self.k_proj = nn.Linear(config.hidden_size, key_width, bias=bias)
-        self.v_proj_current = nn.Linear(config.hidden_size, key_width // 2, bias=bias)
-        self.v_proj_delayed = nn.Linear(config.hidden_size, key_width // 2, bias=bias)
+        self.q_proj = ZayaLinear(config.hidden_size, query_width, bias=bias)
+        self.k_proj = ZayaLinear(config.hidden_size, key_width, bias=bias)
+        self.v_proj_current = ZayaLinear(config.hidden_size, key_width // 2, bias=bias)
+        self.v_proj_delayed = ZayaLinear(config.hidden_size, key_width // 2, bias=bias)
         self.conv_qk_depthwise = ZayaCCAConv(channels, channels, config.cca_time0, groups=channels)
         self.conv_qk_grouped = ZayaCCAConv(channels, channels, config.cca_time1, groups=channels // config.head_dim)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """``[B, S, hidden_size]`` to raw queries, raw keys, current value half, delayed value half."""
-        return self.q_proj(x), self.k_proj(x), self.v_proj_current(x), self.v_proj_delayed(x)
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """``[B, S, hidden_size]`` to raw queries and keys, the current value half, the delayed value half."""
+        layers, fused = self.layers_to_fuse(), self.fused_projections
+        if fused is not None and fused.holds_for(layers):
+            return fused(x, (2, 1, 1))
+        query, key, value_current, value_delayed = (layer(x) for layer in layers)
+        return torch.cat([query, key], dim=-1), value_current, value_delayed
+
+    def layers_to_fuse(self) -> list[nn.Linear]:
+        return [self.q_proj, self.k_proj, self.v_proj_current, self.v_proj_delayed]
 
     def value_of_nothing(self, x: Tensor) -> Tensor | None:
         """``[width]``: the delayed value before the first token, which is the projection's bias; None: zeros."""
@@ -133,7 +151,7 @@ class ZayaAttention(nn.Module):
         self.sliding_window = config.sliding_window if self.layer_type == "hybrid_sliding" else None
         self.qkv_proj = ZayaCCAProjection(config)
         self.qk_norm = ZayaQKNorm(config)
-        self.o_proj = nn.Linear(
+        self.o_proj = ZayaLinear(
             config.num_attention_heads * config.head_dim, config.hidden_size, bias=config.attention_bias
         )
 
@@ -148,12 +166,11 @@ class ZayaAttention(nn.Module):
         projection = self.qkv_proj
         depthwise_weight, depthwise_bias = projection.conv_qk_depthwise()
         grouped_weight, grouped_bias = projection.conv_qk_grouped()
-        raw_query, raw_key, value_current, value_delayed = projection(x)
+        raw, value_current, value_delayed = projection(x)
         nothing = projection.value_of_nothing(x)
         states = self._states(cache, visible, nothing)
         query, key, value = ops.cca_mix(
-            raw_query,
-            raw_key,
+            raw,
             value_current,
             value_delayed,
             depthwise_weight=depthwise_weight,
@@ -170,24 +187,10 @@ class ZayaAttention(nn.Module):
             states=states,
         )
         if cache is not None:
-            self._store(cache, visible, states, torch.cat([raw_query, raw_key], dim=-1), value_delayed, nothing)
+            self._store(cache, visible, states, raw, value_delayed, nothing)
             key, value = cache.update(key, value, self.layer_idx, num_keys=visible.key_lengths[self.layer_type])
 
-        attend: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
-        mask = (visible.masks or {}).get(self.layer_type)
-        if query.numel() == 0:  # no row or no token: not every backend takes empty tensors
-            attend, mask = eager_attention, None
-        output, weights = attend(
-            self,
-            query,
-            key,
-            value,
-            mask,
-            dropout=self.attention_dropout if self.training else 0.0,
-            scaling=self.scaling,
-            sliding_window=self.sliding_window,
-            **{**kwargs, **(visible.attention_kwargs or {})},
-        )
+        output, weights = attention.attend(self, query, key, value, visible, **kwargs)
         return self.o_proj(output.flatten(2)), weights
 
     def _states(self, cache: Cache | None, visible: Visibility, nothing: Tensor | None) -> ops.SegmentStates | None:
@@ -220,27 +223,6 @@ class ZayaAttention(nn.Module):
         layer.store(qk, value, before, (raw, value_delayed))
 
 
-def eager_attention(
-    module: ZayaAttention,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float,
-    dropout: float = 0.0,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor]:
-    """softmax(q k^T * scaling + mask) v, softmax in fp32 or wider: ``[B, S, H, D]`` and weights ``[B, H, S, keys]``."""
-    key = key.repeat_interleave(module.num_key_value_groups, dim=1)
-    value = value.repeat_interleave(module.num_key_value_groups, dim=1)
-    scores = query @ key.transpose(2, 3) * scaling
-    if attention_mask is not None:
-        scores = scores + attention_mask
-    weights = torch.softmax(scores, dim=-1, dtype=wide_dtype(query.dtype)).to(query.dtype)
-    weights = nn.functional.dropout(weights, p=dropout, training=module.training)
-    return (weights @ value).transpose(1, 2).contiguous(), weights
-
-
 class ZayaRouterMLP(nn.Module):
     """RMSNorm and three linear layers with GELU between them."""
 
@@ -249,9 +231,9 @@ class ZayaRouterMLP(nn.Module):
         width = config.router_hidden_size
         eps = config.rms_norm_eps if config.router_norm_eps is None else config.router_norm_eps
         self.norm = ZayaRMSNorm(width, eps)
-        self.fc1 = nn.Linear(width, width)
-        self.fc2 = nn.Linear(width, width)
-        self.out_proj = nn.Linear(width, config.num_experts + 1, bias=False)
+        self.fc1 = ZayaLinear(width, width)
+        self.fc2 = ZayaLinear(width, width)
+        self.out_proj = ZayaLinear(width, config.num_experts + 1, bias=False)
         self.act_fn = nn.GELU()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -263,7 +245,7 @@ class ZayaRouter(nn.Module):
 
     def __init__(self, config: ZayaConfig, layer_idx: int):
         super().__init__()
-        self.down_proj = nn.Linear(config.hidden_size, config.router_hidden_size)
+        self.down_proj = ZayaLinear(config.hidden_size, config.router_hidden_size)
         if layer_idx > 0:
             self.router_states_scale = nn.Parameter(torch.ones(config.router_hidden_size))
         self.router_mlp = ZayaRouterMLP(config)
@@ -301,7 +283,9 @@ class ZayaRouter(nn.Module):
 
 @use_experts_implementation
 class ZayaExpertWeights(nn.Module):
-    """Two 3-D parameters. The decorator makes `forward` whichever implementation the config names; "eager" is ours."""
+    """Two 3-D parameters, and what the decorator adds for transformers' implementations to read."""
+
+    packed_experts: ops.PackedExperts | None = None  # see `fuse_for_inference`
 
     def __init__(self, config: ZayaConfig):
         super().__init__()
@@ -312,19 +296,18 @@ class ZayaExpertWeights(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(config.num_experts, config.hidden_size, config.moe_intermediate_size))
         self.act_fn = ACT2FN[config.hidden_act]
 
-    def eager(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """``[N, hidden_size]``; slots ``[N, 1]``, where num_experts means none; weights ``[N, 1]``."""
         slots, weights = top_k_index[:, 0], top_k_weights[:, 0]
-        return ops.experts(hidden_states, slots, weights, self.gate_up_proj, self.down_proj, self.act_fn)
+        return ops.experts(
+            hidden_states, slots, weights, self.gate_up_proj, self.down_proj, self.act_fn, self.packed_experts
+        )
 
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        return self.eager(hidden_states, top_k_index, top_k_weights)
+    eager = forward
 
 
 class ZayaExperts(ZayaExpertWeights):
-    """Runs the chosen implementation where it can, and ours where it cannot."""
-
-    config: ZayaConfig
+    """Top-1 SwiGLU experts, run by the implementation that the config names."""
 
     def __init__(self, config: ZayaConfig):
         super().__init__(config)
@@ -332,27 +315,7 @@ class ZayaExperts(ZayaExpertWeights):
         self._is_expert_parallel = True
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        implementation = self.config._experts_implementation
-        if hidden_states.shape[0] == 0:  # not every implementation takes an empty input
-            return self.eager(hidden_states, top_k_index, top_k_weights)
-        if is_tracing(hidden_states):
-            return super().forward(hidden_states, top_k_index, top_k_weights)
-        if implementation == "grouped_mm" and not self._grouped_mm_takes(hidden_states.dtype):
-            return self.eager(hidden_states, top_k_index, top_k_weights)
-        if implementation == "batched_mm" and hidden_states.device.type == "cpu":
-            # It has no way to leave a row out, so leave it out for it where looking costs nothing.
-            rows = (top_k_index[:, 0] < self.num_experts).nonzero()[:, 0]
-            if rows.numel() == 0:
-                return self.eager(hidden_states, top_k_index, top_k_weights)
-            if rows.numel() < hidden_states.shape[0]:
-                kept = super().forward(hidden_states[rows], top_k_index[rows], top_k_weights[rows])
-                return torch.zeros_like(hidden_states).index_copy(0, rows, kept)
-        return super().forward(hidden_states, top_k_index, top_k_weights)
-
-    def _grouped_mm_takes(self, dtype: torch.dtype) -> bool:
-        """torch's grouped product knows no float64, and wants rows of a multiple of 16 bytes."""
-        widths = (self.gate_up_proj.shape[-1], self.down_proj.shape[-1])
-        return dtype != torch.float64 and all(width * dtype.itemsize % 16 == 0 for width in widths)
+        return run_experts(self, hidden_states, top_k_index, top_k_weights)
 
 
 class ZayaSparseMoeBlock(nn.Module):
@@ -409,7 +372,7 @@ class ZayaDecoderLayer(GradientCheckpointingLayer):
         return merged if self.residual_in_fp32 else merged.to(output.dtype)
 
 
-class ZayaPreTrainedModel(ZayaLoadingMixin, PreTrainedModel):  # type: ignore[misc]
+class ZayaPreTrainedModel(ZayaLoadingMixin, ZayaFusingMixin, PreTrainedModel):  # type: ignore[misc]
     """What every ZAYA model class shares: initialisation, loading, and what transformers asks about it."""
 
     config_class = ZayaConfig
@@ -437,6 +400,12 @@ class ZayaPreTrainedModel(ZayaLoadingMixin, PreTrainedModel):  # type: ignore[mi
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
         return True
+
+    def get_correct_experts_implementation(self, requested_experts: str | None) -> str:
+        """Adds ours to the names that transformers knows, and makes it the default."""
+        return (
+            OURS if requested_experts in (None, OURS) else super().get_correct_experts_implementation(requested_experts)
+        )
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -595,7 +564,7 @@ class ZayaModel(ZayaPreTrainedModel):
         return output
 
 
-class ZayaLMHead(nn.Linear):
+class ZayaLMHead(ZayaLinear):
     """The head's product; in fp32 or wider with `fp32_logits`."""
 
     def __init__(self, config: ZayaConfig):
@@ -603,11 +572,9 @@ class ZayaLMHead(nn.Linear):
         self.config = config
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        if not self.config.fp32_logits:
-            return super().forward(hidden_states)
-        wide = wide_dtype(hidden_states.dtype)
-        bias = None if self.bias is None else self.bias.to(wide)
-        return nn.functional.linear(hidden_states.to(wide), self.weight.to(wide), bias)
+        if self.config.fp32_logits:
+            return ops.wide_linear(hidden_states, self.weight, self.bias)
+        return super().forward(hidden_states)
 
 
 class ZayaForCausalLM(ZayaPreTrainedModel, ZayaGenerationMixin, GenerationMixin):  # type: ignore[misc]
@@ -641,6 +608,7 @@ class ZayaForCausalLM(ZayaPreTrainedModel, ZayaGenerationMixin, GenerationMixin)
         use_cache: bool | None = None,
         output_router_logits: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        skip_logits: bool | None = None,
         past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> ZayaCausalLMOutput:
@@ -654,6 +622,8 @@ class ZayaForCausalLM(ZayaPreTrainedModel, ZayaGenerationMixin, GenerationMixin)
                 first token of a document and padding are no targets, so packed rows have the loss of separate ones;
                 without any target the loss is 0.
             logits_to_keep: the last n positions only (0: all), or an index tensor.
+            skip_logits: return the loss and no logits, which then are never held for all tokens. None: in training with
+                labels, unless `logits_to_keep` or another `loss_function` is set; so False: training, and the logits.
             shift_labels: ``[B, S]`` labels that are shifted already; used as they are.
             num_items_in_batch: targets to divide the loss by; those of this call if it is not given.
 
@@ -674,12 +644,17 @@ class ZayaForCausalLM(ZayaPreTrainedModel, ZayaGenerationMixin, GenerationMixin)
             return_dict=True,  # also if the config says otherwise
             **kwargs,
         )
-        logits = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
-        loss = None
         if labels is not None:
             labels = without_boundary_targets(labels, outputs.segments)
-        if labels is not None or kwargs.get("shift_labels") is not None:
-            loss = self.loss_function(logits, labels, self.vocab_size, **kwargs)
+        logits, loss = logits_and_loss(
+            self,
+            outputs.last_hidden_state,
+            labels,
+            head_is_plain=type(self.lm_head) is ZayaLMHead,
+            logits_to_keep=logits_to_keep,
+            skip_logits=skip_logits,
+            **kwargs,
+        )
         return ZayaCausalLMOutput(
             loss=loss,
             logits=logits,

@@ -51,7 +51,7 @@ class ZayaCausalLMOutput(ModelOutput, _OldCacheName):
 
     Attributes:
         loss: scalar, fp32 or wider, when labels were given.
-        logits: ``[B, kept, vocab_size]``.
+        logits: ``[B, kept, vocab_size]``; None where they were skipped, see `skip_logits`.
         cache, hidden_states, attentions, router_logits, router_slots, tokens_per_slot: as in `ZayaModelOutput`.
     """
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
+from .attention import Plan
 from .attention_masks import key_ranges
 from .history import RowHistory
 from .visibility import Visibility
@@ -61,9 +62,10 @@ def from_dict(
     ranges = key_ranges(config, sequence_length, past, cache)
     visible.key_lengths = {layer_type: keys for layer_type, (keys, _) in ranges.items()}
     for layer_type, mask in visible.masks.items():
-        if mask is not None and mask.shape[-1] != visible.key_lengths[layer_type]:
+        keys = mask.keys if isinstance(mask, Plan) else None if mask is None else mask.shape[-1]
+        if keys is not None and keys != visible.key_lengths[layer_type]:
             raise ValueError(
-                f"attention_mask is a dict whose {layer_type!r} mask covers {mask.shape[-1]} keys; "
+                f"attention_mask is a dict whose {layer_type!r} mask covers {keys} keys; "
                 f"with this cache there are {visible.key_lengths[layer_type]}."
             )
     return visible

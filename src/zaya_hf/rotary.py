@@ -9,6 +9,11 @@ from transformers.utils.import_utils import is_tracing
 from .configuration_zaya import ZayaConfig
 from .ops.numerics import wide_dtype
 
+#: positions that are computed together for decoding
+BLOCK = 64
+
+Tables = dict[str, tuple[torch.Tensor, torch.Tensor]]
+
 
 class RotaryTables:
     """cos and sin for each layer type; frequencies are computed once, in fp32 on CPU, and kept per device."""
@@ -19,6 +24,7 @@ class RotaryTables:
         # Plain numbers: a model may be built on the meta device or under another default device.
         self._numbers = {layer_type: _frequencies(config, layer_type) for layer_type in self.layer_types}
         self._per_device: dict[tuple[str, torch.device], torch.Tensor] = {}
+        self._block: tuple[tuple[int, torch.dtype], list[Tables]] | None = None
 
     def frequencies(self, layer_type: str, device: torch.device) -> torch.Tensor:
         """``[rotary_dim / 2]`` fp32."""
@@ -30,13 +36,32 @@ class RotaryTables:
             self._per_device[key] = frequencies
         return frequencies
 
-    def __call__(self, position_ids: torch.Tensor, dtype: torch.dtype) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    def __call__(self, position_ids: torch.Tensor, dtype: torch.dtype) -> Tables:
         """cos and sin by layer type, ``[B or 1, S, rotary_dim]`` each, in fp32 or wider whatever the model's dtype.
 
         Args:
             position_ids: ``[B or 1, S]``.
         """
         wide = wide_dtype(dtype)
+        # A table made in inference mode could not be saved for a gradient.
+        is_step = position_ids.numel() == 1 and position_ids.device.type == "cpu" and not torch.is_grad_enabled()
+        if is_step and not is_tracing(position_ids):
+            return self._of_one(int(position_ids), wide)
+        return self._computed(position_ids, wide)
+
+    def _of_one(self, position: int, wide: torch.dtype) -> Tables:
+        """From the tables of a block of positions, which serve many decoding steps."""
+        place = position % BLOCK
+        key = (position - place, wide)
+        block = self._block
+        if block is None or block[0] != key:
+            tables = self._computed(torch.arange(key[0], key[0] + BLOCK, device="cpu")[None], wide)
+            columns = {layer_type: [t.split(1, dim=1) for t in pair] for layer_type, pair in tables.items()}
+            of_places = [{name: (cos[i], sin[i]) for name, (cos, sin) in columns.items()} for i in range(BLOCK)]
+            self._block = block = (key, of_places)
+        return dict(block[1][place])
+
+    def _computed(self, position_ids: torch.Tensor, wide: torch.dtype) -> Tables:
         tables = {}
         for layer_type in self.layer_types:
             angles = position_ids[..., None].to(wide) * self.frequencies(layer_type, position_ids.device).to(wide)
@@ -47,11 +72,11 @@ class RotaryTables:
 
     def __deepcopy__(self, memo):
         copied = object.__new__(type(self))
-        copied.layer_types, copied._numbers, copied._per_device = self.layer_types, self._numbers, {}
+        copied.__dict__.update(self.__getstate__())
         return copied
 
     def __getstate__(self):
-        return {"layer_types": self.layer_types, "_numbers": self._numbers, "_per_device": {}}
+        return {"layer_types": self.layer_types, "_numbers": self._numbers, "_per_device": {}, "_block": None}
 
 
 def _frequencies(config: ZayaConfig, layer_type: str) -> tuple[list[float], float]:

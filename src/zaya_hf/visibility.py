@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from transformers.utils.import_utils import is_tracing
 
-from .attention_masks import allowed_pairs, document_masks, given_masks, key_ranges, varlen_kwargs
+from .attention_masks import allowed_pairs, document_masks, given_masks, is_free_to_read, key_ranges, varlen_kwargs
 from .history import PADDING, LastCached, RowHistory, last_cached
 
 
@@ -48,7 +48,7 @@ class Visibility:
     #: ``[B]`` column of the last real token, and whether the row has any; None: the last column, and all have
     last: Tensor | None = None
     has_real: Tensor | None = None
-    #: attention mask by layer type, in the form that the attention implementation wants
+    #: attention mask by layer type, in the form that the attention implementation wants, or an `attention.Plan`
     masks: dict[str, Any] | None = None
     #: keys that each layer type's mask covers, the cached ones included
     key_lengths: dict[str, int] = field(default_factory=dict)
@@ -182,11 +182,6 @@ def describe(
 
 
 # ------------------------------------------------------------------------------------------------------- checks
-def is_free_to_read(tensor: Tensor) -> bool:
-    """Whether looking at values waits for no device and is part of no trace."""
-    return tensor.device.type == "cpu" and not is_tracing(tensor)
-
-
 def _may_read(tensor: Tensor, length: int) -> bool:
     """Whether values may decide that nothing needs a mask. For a prompt or a training row one wait for the device costs
     less than a ``[B, 1, S, L + S]`` mask and the attention kernels that take one; for a decoding step it does not."""

@@ -1,5 +1,6 @@
-"""Convolutions, q-k mean, norms, RoPE and value shift of Compressed Convolutional Attention."""
+"""CCA's mixing step, and the states that it leaves for the next call."""
 
-from .reference import SegmentStates, cca_mix, initial_states, next_states
+from .op import cca_mix
+from .reference import SegmentStates, initial_states, next_states
 
 __all__ = ["SegmentStates", "cca_mix", "initial_states", "next_states"]

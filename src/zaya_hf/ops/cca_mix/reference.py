@@ -61,6 +61,8 @@ def earlier_tokens(
     batch_size, length, channels = x.shape
     if states is not None and states.index is None and reach is None:
         assert columns is not None
+        if length == 1:
+            return columns[:, None, :, -steps].to(x.dtype)
         window = torch.cat([columns.transpose(1, 2).to(x.dtype), x], dim=1)
         start = columns.shape[-1] - steps
         return window[:, start : start + length]
@@ -88,8 +90,7 @@ def earlier_tokens(
 
 
 def cca_mix(
-    query: Tensor,
-    key: Tensor,
+    raw: Tensor,
     value_current: Tensor,
     value_delayed: Tensor,
     *,
@@ -112,7 +113,7 @@ def cca_mix(
     every raw column beyond r, and the depthwise bias alone where the second convolution looks before the first token.
 
     Args:
-        query, key: raw projections ``[B, S, H D]`` and ``[B, S, G D]``.
+        raw: ``[B, S, C]`` projected queries, then keys.
         value_current, value_delayed: ``[B, S, W]`` each.
         depthwise_weight, depthwise_bias: ``[C, 1, k0]``, ``[C]``.
         grouped_weight, grouped_bias: ``[C, D, k1]``, ``[C]``; one group per head.
@@ -124,15 +125,16 @@ def cca_mix(
         states: the past of the segments that have one.
 
     Returns:
-        ``[B, H, S, D]``, ``[B, G, S, D]`` and ``[B, G, S, D]``, in the dtype of `query`. Normalisation, temperature and
+        ``[B, H, S, D]``, ``[B, G, S, D]`` and ``[B, G, S, D]``, in the dtype of `raw`. Normalisation, temperature and
         rotation run in fp32 or wider.
     """
-    batch_size, length, _ = query.shape
-    dtype = query.dtype
-    heads, groups = query.shape[-1] // head_dim, key.shape[-1] // head_dim
-    raw = torch.cat([query, key], dim=-1)
+    batch_size, length, channels = raw.shape
+    dtype = raw.dtype
+    groups = temperature.shape[0]
+    heads = channels // head_dim - groups
     mixed = _convolutions(raw, depthwise_weight, depthwise_bias, grouped_weight, grouped_bias, head_dim, reach, states)
 
+    query, key = raw.split([heads * head_dim, groups * head_dim], dim=-1)
     raw_q = promote(query).view(batch_size, length, groups, heads // groups, head_dim)
     raw_k = promote(key).view(batch_size, length, groups, 1, head_dim)
     mean_q = (raw_q + raw_k) / 2
@@ -140,16 +142,35 @@ def cca_mix(
     q = mixed[:, :, :heads] + mean_q.flatten(2, 3)
     k = mixed[:, :, heads:] + mean_k
 
-    scale = promote(temperature)
-    if clamp_temperature:
-        scale = scale.clamp(1e-7, 2.0).exp()
     q = rotate(unit_rms(q), cos, sin)
-    k = rotate(unit_rms(k) * scale[:, None], cos, sin)
+    k = rotate(unit_rms(k) * key_scale(temperature, clamp_temperature)[:, None], cos, sin)
+    value = delayed_values(value_current, value_delayed, head_dim, value_of_nothing, reach, states)
+    return q.to(dtype).transpose(1, 2), k.to(dtype).transpose(1, 2), value
 
+
+def key_scale(temperature: Tensor, clamp: bool) -> Tensor:
+    """Factor on the normalised keys, ``[G]`` in fp32 or wider."""
+    scale = promote(temperature)
+    return scale.clamp(1e-7, 2.0).exp() if clamp else scale
+
+
+def delayed_values(
+    value_current: Tensor,
+    value_delayed: Tensor,
+    head_dim: int,
+    value_of_nothing: Tensor | None,
+    reach: Tensor | None,
+    states: SegmentStates | None,
+) -> Tensor:
+    """``[B, G, S, D]``: half of each token's values is its own, half that of the token before."""
+    batch_size, length, width = value_current.shape
     delayed_columns = None if states is None else states.value[..., None]
     delayed = earlier_tokens(value_delayed, 1, reach, states, delayed_columns, value_of_nothing)
-    value = torch.cat([value_current, delayed], dim=-1).view(batch_size, length, groups, head_dim)
-    return q.to(dtype).transpose(1, 2), k.to(dtype).transpose(1, 2), value.transpose(1, 2)
+    return (
+        torch.cat([value_current, delayed], dim=-1)
+        .view(batch_size, length, 2 * width // head_dim, head_dim)
+        .transpose(1, 2)
+    )
 
 
 def _convolutions(
@@ -221,10 +242,18 @@ def next_states(
     batch_size, length, _ = raw.shape
     if length == 0:
         return before
+    look_back = before[0].shape[-1]
+    if reach is None and last is None and has_real is None:
+        assert states is None or states.index is None
+        columns = raw[:, -look_back:].transpose(1, 2) if look_back else raw[:, :0].transpose(1, 2)
+        if length < look_back:
+            columns = torch.cat([before[0][..., length:].to(raw.dtype), columns], dim=-1)
+        # own memory: views would keep the projections of a long prompt
+        return columns.clone(memory_format=torch.contiguous_format), value_delayed[:, -1].clone()
     rows = torch.arange(batch_size, device=raw.device)
     column = rows.new_full((batch_size,), length - 1) if last is None else last
     columns = None if states is None else states.qk
-    steps = reversed(range(before[0].shape[-1]))
+    steps = reversed(range(look_back))
     picked = [earlier_tokens(raw, step, reach, states, columns)[rows, column] for step in steps]
     qk = torch.stack(picked, dim=-1) if picked else before[0]
     value = value_delayed[rows, column]

@@ -1,5 +1,6 @@
 """Top-1 SwiGLU experts."""
 
-from .reference import experts
+from .grouped import PackedExperts
+from .op import experts
 
-__all__ = ["experts"]
+__all__ = ["PackedExperts", "experts"]

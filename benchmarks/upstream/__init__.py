@@ -1,0 +1,1 @@
+"""Parts of `compare_upstream.py`: models, rows, floors, checks, timing."""

@@ -1,0 +1,38 @@
+"""Which implementation of the experts runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from .. import selection
+from . import grouped, reference
+from .grouped import PackedExperts
+
+
+def experts(
+    x: Tensor,
+    slots: Tensor,
+    weights: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    act_fn: Callable[[Tensor], Tensor],
+    packed: PackedExperts | None = None,
+) -> Tensor:
+    """``weights[n] * down(act(gate(x[n])) * up(x[n]))`` with the expert that slot n names; see `reference.experts`.
+
+    Args:
+        packed: the two weights packed; used where no gradient is wanted, and never after the weights have changed.
+    """
+    arguments = (x, slots, weights, gate_up_proj, down_proj, act_fn)
+    if selection.reference_only() or not grouped.covers(x):
+        return reference.experts(*arguments)
+    return grouped.experts(*arguments, packed)
+
+
+def backend() -> tuple[str, str]:
+    """What runs, and why."""
+    if selection.reference_only():
+        return "reference", "ZAYA_OPS=reference"
+    return "grouped", "on a CPU; elsewhere what experts_implementation names"

@@ -1,0 +1,71 @@
+"""Weights in the blocked form that oneDNN multiplies from: a second copy, for inference on a CPU.
+
+A product with few rows is bound by reading its weight, and from the plain form oneDNN and torch reach about half of the
+memory's bandwidth (benchmarks/NOTES.md); from the blocked form nearly all of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import onednn
+
+#: dtypes that oneDNN packs, the narrow ones where the processor has instructions for them
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def can_pack(weight: Tensor) -> bool:
+    """Whether `PackedWeight` takes this weight here."""
+    if not onednn.is_available() or weight.device.type != "cpu" or weight.dtype not in DTYPES:
+        return False
+    if weight.dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return weight.dtype != torch.float16 or bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+
+
+class Transient:
+    """Made from weights and never part of them: a copied or unpickled module comes without."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+
+class PackedWeight(Transient):
+    """A weight ``[N, K]`` in oneDNN's form. It answers for that weight only as long as nobody writes to it."""
+
+    def __init__(self, weight: Tensor):
+        self.key = _key(weight)
+        self.tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
+
+    def stands_for(self, weight: Tensor) -> bool:
+        """Whether `weight` is the one that was packed, unchanged."""
+        return self.key == _key(weight)
+
+
+def _key(weight: Tensor) -> tuple[Any, ...]:
+    # Tensors made in inference mode count no versions.
+    return weight.data_ptr(), weight.shape, weight.dtype, None if weight.is_inference() else weight._version
+
+
+def covers(x: Tensor, weight: Tensor, packed: PackedWeight | None) -> bool:
+    """Whether the product should come here: packed, large enough to gain from it, and outside the graph."""
+    return (
+        packed is not None
+        and not torch.is_grad_enabled()
+        and x.numel() * weight.shape[0] >= onednn.FEWEST_MULTIPLICATIONS
+        and x.dtype == weight.dtype
+        and onednn.is_unwatched(x, weight)
+        and packed.stands_for(weight)
+    )
+
+
+def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None = None) -> Tensor:
+    """``x @ weight.T + bias``: ``[..., K]`` -> ``[..., N]``."""
+    rows = x.reshape(-1, x.shape[-1])
+    return onednn.multiply(rows, packed.tensor, bias).view(*x.shape[:-1], packed.key[1][0])

@@ -1,0 +1,128 @@
+"""Residual merge and RMSNorm in few passes over memory, with their gradients written out.
+
+Both are bound by memory: every elementwise operation reads and writes the whole stream. The merge is computed as
+``o s + r s' + (b s + b' s')``, whose last part is one vector.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..numerics import promote, wide_dtype
+
+
+def covers(*tensors: Tensor | None) -> bool:
+    """Plain tensors outside of traces and transforms."""
+    return (
+        not torch.compiler.is_compiling()
+        and all(t is None or type(t) in (Tensor, torch.nn.Parameter) for t in tensors)
+        and not torch._C._get_tracing_state()
+        and not torch._C._are_functorch_transforms_active()
+        and torch.autograd.forward_ad._current_level < 0
+    )
+
+
+def residual_merge(
+    output: Tensor,
+    residual: Tensor | None,
+    output_scale: Tensor,
+    output_bias: Tensor,
+    residual_scale: Tensor | None,
+    residual_bias: Tensor | None,
+) -> Tensor:
+    """As `reference.residual_merge`."""
+    arguments = (output, residual, output_scale, output_bias, residual_scale, residual_bias)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in arguments):
+        return _Merge.apply(*arguments)
+    return _merge(*arguments)
+
+
+def _merge(output: Tensor, residual: Tensor | None, *vectors: Tensor | None) -> Tensor:
+    scale, bias, residual_scale, residual_bias = (None if v is None else promote(v) for v in vectors)
+    assert scale is not None
+    assert bias is not None
+    constant = scale * bias
+    if residual is None:
+        return torch.addcmul(constant, promote(output), scale)
+    assert residual_scale is not None
+    assert residual_bias is not None
+    constant.addcmul_(residual_scale, residual_bias)
+    merged = torch.addcmul(constant, output, scale)
+    if residual.dtype.itemsize > merged.dtype.itemsize:  # a float64 stream beside narrower sublayers
+        return torch.addcmul(merged.to(residual.dtype), residual, residual_scale)
+    return merged.addcmul_(residual, residual_scale)
+
+
+class _Merge(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        ctx.save_for_backward(*arguments)
+        return _merge(*arguments)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        output, residual, scale, bias, residual_scale, residual_bias = ctx.saved_tensors
+        (grad,) = grads
+        total = grad.flatten(0, -2).sum(0)
+        wanted = ctx.needs_input_grad
+        found = _half_backward(grad, total, output, scale, bias, (wanted[0], wanted[2], wanted[3]))
+        if residual is None:
+            return found[0], None, found[1], found[2], None, None
+        other = _half_backward(grad, total, residual, residual_scale, residual_bias, (wanted[1], wanted[4], wanted[5]))
+        return found[0], other[0], found[1], found[2], other[1], other[2]
+
+
+def _half_backward(
+    grad: Tensor, total: Tensor, x: Tensor, scale: Tensor, bias: Tensor, wanted: tuple[bool, bool, bool]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of x, scale and bias in ``(x + bias) scale``; `total` is `grad` summed over the tokens."""
+    x_grad = (grad * promote(scale)).to(x.dtype) if wanted[0] else None
+    scale_grad = bias_grad = None
+    if wanted[1]:
+        scale_grad = ((grad * x).flatten(0, -2).sum(0) + total * promote(bias)).to(scale.dtype)
+    if wanted[2]:
+        bias_grad = (total * promote(scale)).to(bias.dtype)
+    return x_grad, scale_grad, bias_grad
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    """As `reference.rms_norm`, in `dtype`."""
+    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+        return _RMSNorm.apply(x, weight, eps, dtype)
+    return _norm(x, weight, eps, dtype)[0]
+
+
+def _norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Result, and the factor that every token was multiplied by, ``[..., 1]``."""
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide_dtype(x.dtype))
+    factor = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    return (x * factor).mul_(weight).to(dtype), factor
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+        result, factor = _norm(x, weight, eps, dtype)
+        ctx.save_for_backward(x, weight)
+        ctx.factor, ctx.eps = factor, eps
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        x, weight = ctx.saved_tensors
+        factor = ctx.factor
+        if torch.is_grad_enabled():  # to be differentiated again
+            factor = torch.rsqrt(promote(x).square().mean(-1, keepdim=True) + ctx.eps)
+        (grad,) = grads
+        normed = x * factor
+        x_grad = weight_grad = None
+        if ctx.needs_input_grad[1]:
+            weight_grad = (grad * normed).flatten(0, -2).sum(0).to(weight.dtype)
+        if ctx.needs_input_grad[0]:
+            scaled = grad * promote(weight)
+            along = (scaled * normed).mean(-1, keepdim=True)
+            x_grad = (torch.addcmul(scaled, normed, along, value=-1) * factor).to(x.dtype)
+        return x_grad, weight_grad, None, None

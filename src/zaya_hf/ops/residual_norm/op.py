@@ -1,0 +1,36 @@
+"""Which implementation of the residual merge and of RMSNorm runs."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import selection
+from . import fused, reference
+
+
+def residual_merge(
+    output: Tensor,
+    residual: Tensor | None,
+    output_scale: Tensor,
+    output_bias: Tensor,
+    residual_scale: Tensor | None = None,
+    residual_bias: Tensor | None = None,
+) -> Tensor:
+    """``(output + b) s + (residual + b') s'`` in fp32 or wider; see `reference.residual_merge`."""
+    arguments = (output, residual, output_scale, output_bias, residual_scale, residual_bias)
+    chosen = fused if not selection.reference_only() and fused.covers(output, residual) else reference
+    return chosen.residual_merge(*arguments)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None) -> Tensor:
+    """``x / sqrt(mean(x^2) + eps) * weight`` along the last dimension; see `reference.rms_norm`."""
+    chosen = fused if not selection.reference_only() and fused.covers(x, weight) else reference
+    return chosen.rms_norm(x, weight, eps, weight.dtype if dtype is None else dtype)
+
+
+def backend() -> tuple[str, str]:
+    """What runs, and why."""
+    if selection.reference_only():
+        return "reference", "ZAYA_OPS=reference"
+    return "fused", "few passes over memory, its own gradients; the reference while compiling"
