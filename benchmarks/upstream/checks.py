@@ -14,6 +14,7 @@ from zaya_hf.testing import RecordedRun, assert_equal_logits
 # of the tests, whose models are narrow.
 _FP32_TOLERANCE = 4e-5
 _UNDECIDED = 1e-5  # gap of two biased probabilities that such differences may close
+_TIED = 2.5e-7  # two steps of fp32 at 1
 _MOVED_TOKENS = 0.01  # share of the tokens that may choose another expert for that reason
 # bf16: how much farther from fp32 than the stock class. The median over tokens, since a token that attends to one which
 # chose another expert is off by far more than rounding, on either side; and, looser, the root mean square.
@@ -28,8 +29,10 @@ class Failed(Exception):
 def compare_fp32(ours: RecordedRun, stock: RecordedRun, where: Tensor) -> str:
     """Logits of both sides, fp32, at the tokens `where` ``[B, S]``; what was seen. Raises Failed."""
     scale = max(1.0, stock.logits[where].abs().max().item())
-    moved = (ours.slots != stock.slots).any(-1) & where
-    tokens = int(where.sum())
+    # Of two slots that tie, the record names the first; which one a side took, it cannot tell.
+    tied = torch.minimum(ours.gaps, stock.gaps).amin(-1) < _TIED
+    moved = ((ours.slots != stock.slots).any(-1) | tied) & where
+    tokens, where = int(where.sum()), where & ~tied
     if moved.sum() > _MOVED_TOKENS * tokens:
         raise Failed(f"{int(moved.sum())} of {tokens} tokens chose other experts")
     try:

@@ -25,6 +25,7 @@ _LAYERS = 4
 _CONTEXT = 262_144  # max_position_embeddings, above every context that is measured
 _BALANCING_STEPS = 300
 _BALANCING_TOKENS = 512
+_LARGEST_BIAS = 0.3  # beyond it a bias would decide alone, for experts whose probability is next to nothing
 _SKIP_BIAS = -1.0  # the value to which the stock class sets it
 
 
@@ -127,6 +128,7 @@ def balance(model: Any, ids: Tensor) -> None:
             load = torch.bincount((chances + biases).argmax(-1), minlength=experts + 1)[:experts] / len(chances)
             rate = 0.02 * (1 - step / _BALANCING_STEPS)
             biases[:experts] -= rate * (load * experts - 1).clamp(-1, 1)
+            biases[:experts].clamp_(-_LARGEST_BIAS, _LARGEST_BIAS)
 
 
 def build(side: str, config: ZayaConfig, seed: int | None = None) -> nn.Module:
@@ -196,7 +198,7 @@ class Pair:
 
 
 def _checkpoint(model: Any, on: bool) -> None:
-    if model.is_gradient_checkpointing != on:
+    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()) != on:
         verb = "enable" if on else "disable"
         older = getattr(model, f"gradient_checkpointing_{verb}")  # before transformers 5.24
         getattr(model, f"activation_checkpointing_{verb}", older)()

@@ -2,7 +2,7 @@
 
 ``experts_implementation`` names one: "zaya" (the default), "eager" (`ops.experts`, always), or one of transformers'
 (grouped_mm, batched_mm ...). "zaya" is the fastest known for the device: `ops.experts` on a CPU, where torch's grouped
-product is a slower loop; elsewhere grouped_mm, and batched_mm for the few tokens of a decoding step, as `generate` of
+product is a slower loop, and the same as one operator inside a compiled graph; elsewhere grouped_mm, and batched_mm for the few tokens of a decoding step, as `generate` of
 transformers does.
 """
 
@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.utils.import_utils import is_tracing
+
+from . import ops
 
 #: name of our choice, and default
 OURS = "zaya"
@@ -30,6 +32,10 @@ def run_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_w
         top_k_index, top_k_weights: ``[N, 1]``; index num_experts means no expert.
     """
     arguments = (hidden_states, top_k_index, top_k_weights)
+    if module.config._experts_implementation == OURS and ops.can_compile_experts(hidden_states):
+        slots, weights, name = top_k_index[:, 0], top_k_weights[:, 0], module.config.hidden_act
+        matrices = (module.gate_up_proj, module.down_proj)
+        return ops.compiled_experts(hidden_states, slots, weights, *matrices, name, module.packed_experts)
     name = _name(module, hidden_states)
     if name == "eager":
         return module.eager(*arguments)

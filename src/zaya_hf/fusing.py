@@ -7,12 +7,28 @@ is in `state_dict`, and everything that moves, copies or replaces parameters sim
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from . import ops
+
+
+_checked_outside = False
+
+
+@contextmanager
+def checked_outside() -> Iterator[None]:
+    """Compiled code inside relies on fused weights: the caller has asked `holds_for` right before."""
+    global _checked_outside
+    _checked_outside = True
+    try:
+        yield
+    finally:
+        _checked_outside = False
 
 
 class FusedLinears(ops.Transient):
@@ -34,7 +50,9 @@ class FusedLinears(ops.Transient):
 
     def holds_for(self, layers: list[Any]) -> bool:
         """Whether these are the layers that were fused, with the same storage and nothing hooked to their calls, and no
-        gradient is wanted."""
+        gradient is wanted. A graph cannot ask that; see `checked_outside`."""
+        if torch.compiler.is_compiling():
+            return _checked_outside
         return not torch.is_grad_enabled() and all(
             layer is known
             and layer.weight.data_ptr() == pointer

@@ -5,7 +5,7 @@
 
 from .cca_mix import SegmentStates, cca_mix, initial_states, next_states
 from .cca_mix import op as _cca_mix
-from .experts import PackedExperts, experts
+from .experts import PackedExperts, can_compile_experts, compiled_experts, experts
 from .experts import op as _experts
 from .linear import PackedWeight, Transient, can_pack, linear, wide_linear
 from .linear import op as _linear
@@ -38,8 +38,10 @@ __all__ = [
     "SegmentStates",
     "Transient",
     "backends",
+    "can_compile_experts",
     "can_pack",
     "cca_mix",
+    "compiled_experts",
     "count_slots",
     "experts",
     "initial_balancing_biases",

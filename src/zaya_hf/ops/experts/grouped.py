@@ -36,6 +36,7 @@ class PackedExperts(Transient):
     def __init__(self, gate_up_proj: Tensor, down_proj: Tensor):
         self.gate_up = [PackedWeight(weight) for weight in gate_up_proj]
         self.down = [PackedWeight(weight) for weight in down_proj]
+        self.handle = self.new_handle()
 
 
 def experts(

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .. import selection
 from ..numerics import promote
-from . import onednn, packed, reference
+from . import compiled, onednn, packed, reference
 from .packed import PackedWeight
 
 
@@ -22,9 +22,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, packed_weight:
         ``[..., N]``.
     """
     if not selection.reference_only():
-        if packed_weight is not None and packed.covers(x, weight, packed_weight):
+        if torch.compiler.is_compiling():
+            if compiled.covers(weight, packed_weight):
+                return compiled.linear(x, weight, bias, packed_weight)
+        elif packed_weight is not None and packed.covers(x, weight, packed_weight):
             return packed.linear(x, packed_weight, bias)
-        if onednn.covers(x, weight):
+        elif onednn.covers(x, weight):
             return onednn.linear(x, weight, bias)
     return reference.linear(x, weight, bias)
 

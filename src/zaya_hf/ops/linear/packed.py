@@ -6,7 +6,9 @@ memory's bandwidth (benchmarks/NOTES.md); from the blocked form nearly all of it
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -26,8 +28,23 @@ def can_pack(weight: Tensor) -> bool:
     return weight.dtype != torch.float16 or bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
 
 
+_HANDLES: WeakValueDictionary[str, Any] = WeakValueDictionary()
+_numbers = itertools.count()
+
+
+def by_handle(handle: str) -> Any:
+    """The packed weight, or weights, that has this handle; None if it is no more."""
+    return _HANDLES.get(handle)
+
+
 class Transient:
     """Made from weights and never part of them: a copied or unpickled module comes without."""
+
+    def new_handle(self) -> str:
+        """A name under which a compiled graph, which can hold no such object, finds this one."""
+        handle = str(next(_numbers))
+        _HANDLES[handle] = self
+        return handle
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None
@@ -40,7 +57,7 @@ class PackedWeight(Transient):
     """A weight ``[N, K]`` in oneDNN's form. It answers for that weight only as long as nobody writes to it."""
 
     def __init__(self, weight: Tensor):
-        self.key = _key(weight)
+        self.key, self.handle = _key(weight), self.new_handle()
         self.tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
 
     def stands_for(self, weight: Tensor) -> bool:

@@ -267,20 +267,27 @@ class _ProductSum:
         if self.rest is None and self.narrow and self.several:
             self.rest = torch.zeros_like(self.weight)
         words, width = self.weight.shape
-        rows = max(1, SLICE_ELEMENTS.get(d.device.type, ELSEWHERE) // max(1, width))
-        space = d.new_empty(min(rows, words), width)
+        rows = min(words, max(1, SLICE_ELEMENTS.get(d.device.type, ELSEWHERE) // max(1, width)))
+        space = d.new_empty(rows, width)
+        # Reused from slice to slice: a CPU spends more on fresh memory of this size than on the sums.
+        sums, others = (d.new_empty(rows, width, dtype=self.wide) for _ in range(2))
         for start in range(0, words, rows):
             total = self.total[start : start + rows]
-            part = torch.mm(d[:, start : start + rows].t(), x, out=space[: total.shape[0]])
+            number = total.shape[0]
+            part = torch.mm(d[:, start : start + rows].t(), x, out=space[:number])
             if not self.narrow:
                 total += part
                 continue
-            exact = total.to(self.wide).add_(part)
-            if self.rest is not None:
-                exact += self.rest[start : start + rows]
+            exact, other = sums[:number].copy_(total), others[:number]
+            exact += other.copy_(part)
+            if self.rest is None:
+                total.copy_(exact)
+                continue
+            rest = self.rest[start : start + rows]
+            exact += other.copy_(rest)
             total.copy_(exact)
-            if self.rest is not None:
-                self.rest[start : start + rows] = exact.sub_(total)
+            exact -= other.copy_(total)
+            rest.copy_(exact)
 
     def result(self) -> Tensor:
         """``[V, D]``."""
