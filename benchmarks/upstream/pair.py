@@ -41,7 +41,7 @@ class Shapes:
     context: int = 128  # before the decoding steps
     batches: tuple[int, ...] = (1, 8, 32)
     new_tokens: int = 64
-    peak: int = 2048
+    peak: int = 4096
     long_contexts: tuple[int, ...] = (8192, 32768, 131072)
     long_chunk: int = 512
 

@@ -2,8 +2,8 @@
 
 ``experts_implementation`` names one: "zaya" (the default), "eager" (`ops.experts`, always), or one of transformers'
 (grouped_mm, batched_mm ...). "zaya" is the fastest known for the device: `ops.experts` on a CPU, where torch's grouped
-product is a slower loop, and the same as one operator inside a compiled graph; elsewhere grouped_mm, and batched_mm for the few tokens of a decoding step, as `generate` of
-transformers does.
+product is a slower loop, inside a compiled graph as one operator; elsewhere grouped_mm, and batched_mm for the few
+tokens of a decoding step, as `generate` of transformers does.
 """
 
 from __future__ import annotations

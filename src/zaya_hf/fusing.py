@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from . import ops
 
-
 _checked_outside = False
 
 
@@ -46,7 +45,7 @@ class FusedLinears(ops.Transient):
         biases = [layer.bias for layer in layers if layer.bias is not None]
         self.bias = _as_views(biases) if biases else None
         self.pointers = [layer.weight.data_ptr() for layer in layers]
-        self.packed = ops.PackedWeight(self.weight) if pack else None
+        self.packed = ops.PackedWeight(self.weight, [layer.weight for layer in layers]) if pack else None
 
     def holds_for(self, layers: list[Any]) -> bool:
         """Whether these are the layers that were fused, with the same storage and nothing hooked to their calls, and no

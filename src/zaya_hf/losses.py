@@ -85,6 +85,7 @@ def logits_and_loss(
     head_is_plain: bool,
     logits_to_keep: int | Tensor,
     skip_logits: bool | None,
+    head_weight: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor | None, Tensor | None]:
     """What a causal model returns for its hidden states.
@@ -96,6 +97,7 @@ def logits_and_loss(
         head_is_plain: whether `lm_head` is of the class that multiplies and does no more.
         logits_to_keep: the last n positions only (0: all), or an index tensor.
         skip_logits: return no logits; None: only in training, with labels, for all positions, and with our own loss.
+        head_weight: stands for the head's own weight in a loss without logits, see `tied_embedding`.
 
     Returns:
         logits ``[B, kept, V]`` or None, and the loss or None.
@@ -104,6 +106,21 @@ def logits_and_loss(
         ValueError: for skip_logits=True where the logits are all that is asked for, or are needed by the loss function.
     """
     with_loss = labels is not None or kwargs.get("shift_labels") is not None
+    head = model.lm_head
+    skip, without = skips_logits(model, with_loss, logits_to_keep, skip_logits)
+    if without and head_is_plain:
+        weight = head.weight if head_weight is None else head_weight
+        wide = head.config.fp32_logits
+        return None, causal_lm_loss_of_hidden(hidden, weight, head.bias, labels, wide_logits=wide, **kwargs)
+    logits = head(slice_logits_to_keep(hidden, logits_to_keep))
+    loss = model.loss_function(logits, labels, model.vocab_size, **kwargs) if with_loss else None
+    return None if skip else logits, loss
+
+
+def skips_logits(
+    model: Any, with_loss: bool, logits_to_keep: int | Tensor, skip_logits: bool | None
+) -> tuple[bool, bool]:
+    """Whether no logits are returned, and whether the loss can do without them; see `logits_and_loss`."""
     everything = isinstance(logits_to_keep, int) and logits_to_keep == 0
     ours = model.loss_function is causal_lm_loss
     if skip_logits is None:
@@ -112,13 +129,7 @@ def logits_and_loss(
         raise ValueError("skip_logits=True leaves nothing to return: give labels or shift_labels.")
     elif skip_logits and not ours:
         raise ValueError("skip_logits=True, but the model's loss_function is not causal_lm_loss and needs logits.")
-    head = model.lm_head
-    if skip_logits and everything and head_is_plain and _is_only_its_weights(head):
-        wide = head.config.fp32_logits
-        return None, causal_lm_loss_of_hidden(hidden, head.weight, head.bias, labels, wide_logits=wide, **kwargs)
-    logits = head(slice_logits_to_keep(hidden, logits_to_keep))
-    loss = model.loss_function(logits, labels, model.vocab_size, **kwargs) if with_loss else None
-    return None if skip_logits else logits, loss
+    return skip_logits, skip_logits and everything and _is_only_its_weights(model.lm_head)
 
 
 def _is_only_its_weights(head: nn.Module) -> bool:

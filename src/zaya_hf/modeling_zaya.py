@@ -25,14 +25,16 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 from . import attention, ops, prepared_masks, visibility
 from .arguments import check_ids, check_names, one_cu_seq_lens, without_boundary_targets
 from .cache import adopt, check_batch, layer_of, one_cache
+from .compiled_decoding import ZayaCompilingMixin
 from .configuration_zaya import ZayaConfig
 from .experts_dispatch import OURS, run_experts
 from .fusing import FusedLinears, ZayaFusingMixin
 from .generation import ZayaGenerationMixin
 from .loading import ZayaLoadingMixin
-from .losses import causal_lm_loss, logits_and_loss
+from .losses import causal_lm_loss, logits_and_loss, skips_logits
 from .outputs import ZayaCausalLMOutput, ZayaModelOutput
 from .rotary import RotaryTables
+from .tied_embedding import can_share, look_up
 from .visibility import Visibility
 
 
@@ -372,7 +374,7 @@ class ZayaDecoderLayer(GradientCheckpointingLayer):
         return merged if self.residual_in_fp32 else merged.to(output.dtype)
 
 
-class ZayaPreTrainedModel(ZayaLoadingMixin, ZayaFusingMixin, PreTrainedModel):  # type: ignore[misc]
+class ZayaPreTrainedModel(ZayaLoadingMixin, ZayaFusingMixin, ZayaCompilingMixin, PreTrainedModel):  # type: ignore[misc]
     """What every ZAYA model class shares: initialisation, loading, and what transformers asks about it."""
 
     config_class = ZayaConfig
@@ -533,12 +535,18 @@ class ZayaModel(ZayaPreTrainedModel):
                 history=history,
                 cache=cache,
             )
+        record = self.config.output_router_logits if output_router_logits is None else output_router_logits
+        compiled = self.compiled_decoding
+        if compiled is not None and compiled.covers(
+            inputs_embeds, visible, history, cache, {"record": record, **kwargs}
+        ):
+            last_hidden_state = compiled(inputs_embeds, visible, cache)
+            if last_hidden_state is not None:
+                history.extend(visible)
+                return ZayaModelOutput(last_hidden_state=last_hidden_state, cache=cache if use_cache else None)
         tables = self.rotary(visible.position_ids, inputs_embeds.dtype)
 
-        merged = ops.residual_merge(inputs_embeds, None, self.input_hidden_states_scale, self.input_hidden_states_bias)
-        hidden_states = merged if self.config.residual_in_fp32 else merged.to(inputs_embeds.dtype)
-        router_state = None
-        record = self.config.output_router_logits if output_router_logits is None else output_router_logits
+        hidden_states, router_state = self.into_stream(inputs_embeds), None
         router_logits, router_slots = [], []
         if history is not None:  # only here: a call that fails above leaves the cache as it was
             history.extend(visible)
@@ -562,6 +570,11 @@ class ZayaModel(ZayaPreTrainedModel):
             output.router_slots = tuple(s if real is None else torch.where(real, s, -1) for s in router_slots)
             output.router_logits = tuple(router_logits)
         return output
+
+    def into_stream(self, inputs_embeds: Tensor) -> Tensor:
+        """Embeddings ``[B, S, hidden_size]``, scaled, as the residual stream."""
+        merged = ops.residual_merge(inputs_embeds, None, self.input_hidden_states_scale, self.input_hidden_states_bias)
+        return merged if self.config.residual_in_fp32 else merged.to(inputs_embeds.dtype)
 
 
 class ZayaLMHead(ZayaLinear):
@@ -633,8 +646,14 @@ class ZayaForCausalLM(ZayaPreTrainedModel, ZayaGenerationMixin, GenerationMixin)
         Raises:
             ValueError, TypeError: as `ZayaModel.forward`.
         """
+        head_is_plain, head_weight = type(self.lm_head) is ZayaLMHead, None
+        with_loss = labels is not None or kwargs.get("shift_labels") is not None
+        without_logits = head_is_plain and skips_logits(self, with_loss, logits_to_keep, skip_logits)[1]
+        if without_logits and inputs_embeds is None and can_share(self.model.embed_tokens, self.lm_head, input_ids):
+            check_ids(input_ids, self.config.vocab_size)
+            inputs_embeds, head_weight = look_up(self.model.embed_tokens, input_ids)
         outputs = self.model(
-            input_ids=input_ids,
+            input_ids=input_ids if head_weight is None else None,
             attention_mask=attention_mask,
             position_ids=position_ids,
             cache=one_cache(cache, past_key_values),
@@ -650,7 +669,8 @@ class ZayaForCausalLM(ZayaPreTrainedModel, ZayaGenerationMixin, GenerationMixin)
             self,
             outputs.last_hidden_state,
             labels,
-            head_is_plain=type(self.lm_head) is ZayaLMHead,
+            head_is_plain=head_is_plain,
+            head_weight=head_weight,
             logits_to_keep=logits_to_keep,
             skip_logits=skip_logits,
             **kwargs,

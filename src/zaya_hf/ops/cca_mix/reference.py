@@ -196,8 +196,8 @@ def _convolutions(
         for tap in range(width0):
             out = out + taps[width0 - 1 - tap] * earlier[delay + tap]
         depthwise.append(out.to(raw.dtype).reshape(batch_size * length, heads, head_dim))
-    stacked = torch.cat(depthwise, dim=-1).transpose(0, 1)  # [heads, B S, k1 D]
-    weight = grouped_weight.view(heads, head_dim, head_dim, width1).permute(0, 3, 2, 1).flatten(1, 2)
+    stacked = torch.stack(depthwise, dim=-1).flatten(2).transpose(0, 1)  # [heads, B S, D k1]
+    weight = grouped_weight.view(heads, head_dim, -1).transpose(1, 2)
     mixed = torch.bmm(stacked, weight.to(raw.dtype)).transpose(0, 1)
     return promote(mixed).reshape(batch_size, length, heads, head_dim) + promote(grouped_bias).view(heads, head_dim)
 

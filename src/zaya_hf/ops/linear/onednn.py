@@ -63,13 +63,14 @@ def _is_plain(tensor: Tensor) -> bool:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``x @ weight.T + bias``: ``[..., K]``, ``[N, K]``, ``[N]`` -> ``[..., N]``; all fp32 on a CPU, see `covers`."""
-    rows = x.reshape(-1, x.shape[-1])
+    rows = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         y = _Linear.apply(rows, weight)
         y = y if bias is None else y + bias
     else:
         y = multiply(rows, weight, bias)
-    return y.view(*x.shape[:-1], weight.shape[0])
+    # No view where none is needed: autograd adds gradients in place only to tensors that own their memory.
+    return y if x.ndim == 2 else y.view(*x.shape[:-1], weight.shape[0])
 
 
 def multiply(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -7,6 +7,7 @@ memory's bandwidth (benchmarks/NOTES.md); from the blocked form nearly all of it
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -54,15 +55,22 @@ class Transient:
 
 
 class PackedWeight(Transient):
-    """A weight ``[N, K]`` in oneDNN's form. It answers for that weight only as long as nobody writes to it."""
+    """A weight ``[N, K]`` in oneDNN's form. It answers for that weight only as long as nobody writes to it.
 
-    def __init__(self, weight: Tensor):
+    Args:
+        weight: what is packed.
+        parts: parameters of which each holds some of the weight's memory, but counts what is written to it by itself.
+    """
+
+    def __init__(self, weight: Tensor, parts: Sequence[Tensor] = ()):
         self.key, self.handle = _key(weight), self.new_handle()
+        self.parts = parts
+        self.part_keys = [_key(part) for part in parts]
         self.tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
 
     def stands_for(self, weight: Tensor) -> bool:
         """Whether `weight` is the one that was packed, unchanged."""
-        return self.key == _key(weight)
+        return self.key == _key(weight) and self.part_keys == [_key(part) for part in self.parts]
 
 
 def _key(weight: Tensor) -> tuple[Any, ...]:
