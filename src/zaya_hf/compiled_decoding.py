@@ -16,7 +16,7 @@ from types import FunctionType, MethodType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.modules.module import _has_any_global_hook
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.utils import output_capturing
@@ -111,25 +111,37 @@ class CompiledDecoding(ops.Transient):
 
     def __init__(self, model: Any, options: dict[str, Any]):
         self.model = model
-        self._step = torch.compile(MethodType(_own_code(_traced), self), fullgraph=True, dynamic=True, **options)
+        self._compiled = torch.compile(MethodType(_own_code(_traced), self), fullgraph=True, dynamic=True, **options)
         self._projections = [layer.self_attn.qkv_proj for layer in model.layers]
         self._hooks = [
             hooks for module in model.modules() for hooks in (module._forward_hooks, module._forward_pre_hooks)
         ]
         self._gave_up = False
 
-    def covers(
+    def step(
         self, x: Tensor, visible: Visibility, history: RowHistory | None, cache: Cache | None, arguments: dict[str, Any]
+    ) -> Tensor | None:
+        """Final hidden states ``[B, 1, hidden_size]`` of a call that `covers`; cache and history then have its token.
+        None for any other, and when the compiler has given up: nothing has changed."""
+        if history is None or cache is None or not self.covers(x, visible, history, cache, arguments):
+            return None
+        hidden_states = self(x, visible, cache)
+        if hidden_states is not None:
+            history.extend(visible)
+        return hidden_states
+
+    def covers(
+        self, x: Tensor, visible: Visibility, history: RowHistory, cache: Cache, arguments: dict[str, Any]
     ) -> bool:
         """Whether a call is a plain decoding step.
 
         Args:
             x: ``[B, S, hidden_size]`` embeddings.
-            history, cache: adopted; None without a cache.
+            history, cache: adopted.
             arguments: further ones of the call, which must not ask for anything.
         """
         config = self.model.config
-        if history is None or cache is None or x.shape[1] != 1 or not x.shape[0] or not history.length:
+        if x.shape[1] != 1 or not x.shape[0] or not history.length:
             return False
         if self._gave_up or self.model.training or torch.is_grad_enabled() or is_tracing(x) or type(x) is not Tensor:
             return False
@@ -154,11 +166,10 @@ class CompiledDecoding(ops.Transient):
         )
 
     def __call__(self, x: Tensor, visible: Visibility, cache: Cache) -> Tensor | None:
-        """``[B, 1, hidden_size]`` embeddings to final hidden states; the cache has the token afterwards. None if the
-        compiler has given up, and nothing has changed."""
+        """Run what `covers`: the cache has the token afterwards, the history not yet."""
         layers = self._layers_of(cache)
         rooms = [_room_of(layer) for layer in layers]
-        states = [layer.states() for layer in layers]
+        states: Any = [layer.states() for layer in layers]
         position = visible.position_ids[0]
         tables = self.model.rotary(visible.position_ids, x.dtype)["hybrid"]
         fused = all(
@@ -166,7 +177,7 @@ class CompiledDecoding(ops.Transient):
         )
         try:
             with fusing.checked_outside() if fused else nullcontext():
-                hidden_states, states = self._step(
+                hidden_states, states = self._compiled(
                     x, position, tables, [room[0] for room in rooms], [room[1] for room in rooms], states
                 )
         except torch._dynamo.exc.FailOnRecompileLimitHit:
@@ -295,6 +306,6 @@ class ZayaCompilingMixin:
         return self
 
 
-def _decoder_of(model: Any) -> nn.Module | Any:
+def _decoder_of(model: Any) -> Any:
     """The `ZayaModel` in a model, or itself."""
     return getattr(model, model.base_model_prefix, model)

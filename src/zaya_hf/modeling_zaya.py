@@ -536,13 +536,10 @@ class ZayaModel(ZayaPreTrainedModel):
                 cache=cache,
             )
         record = self.config.output_router_logits if output_router_logits is None else output_router_logits
-        compiled = self.compiled_decoding
-        if compiled is not None and compiled.covers(
-            inputs_embeds, visible, history, cache, {"record": record, **kwargs}
-        ):
-            last_hidden_state = compiled(inputs_embeds, visible, cache)
+        if self.compiled_decoding is not None:
+            asked = {"record": record, **kwargs}
+            last_hidden_state = self.compiled_decoding.step(inputs_embeds, visible, history, cache, asked)
             if last_hidden_state is not None:
-                history.extend(visible)
                 return ZayaModelOutput(last_hidden_state=last_hidden_state, cache=cache if use_cache else None)
         tables = self.rotary(visible.position_ids, inputs_embeds.dtype)
 
