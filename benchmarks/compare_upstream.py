@@ -155,11 +155,11 @@ class Run:
 
     def _measure(self, row: Row, pair: Pair, products: Products) -> dict[str, Any]:
         """Check, then time; a row whose sides cannot run is not timed."""
-        training = row.fused is None
+        training = row.way is None
         if training:
             pair.for_training(row.checkpointing)
         else:
-            pair.for_inference(bool(row.fused))
+            pair.for_inference(row.way)
         with torch.set_grad_enabled(training):
             check = checks.verdict(lambda: row.check(pair))
         try:

@@ -209,7 +209,9 @@ def test_a_packed_weight_does_not_outlive_its_weight(monkeypatch: pytest.MonkeyP
     with torch.no_grad():
         ops.linear(x, weight, packed_weight=kept)
         assert len(used) == 1
-        assert relative_error(ops.linear(x, weight.clone(), packed_weight=kept), x.double() @ weight.double().t()) < 2e-6
+        assert (
+            relative_error(ops.linear(x, weight.clone(), packed_weight=kept), x.double() @ weight.double().t()) < 2e-6
+        )
         weight.mul_(2)
         assert relative_error(ops.linear(x, weight, packed_weight=kept), x.double() @ weight.double().t()) < 2e-6
         assert len(used) == 1

@@ -58,7 +58,10 @@ def test_gradients_equal_those_with_logits(dtype: torch.dtype, checkpointing: bo
     if checkpointing:
         model.gradient_checkpointing_enable()
     ids, mask = ids_with_pads()
-    got, want = gradients(model, ids, attention_mask=mask), gradients(model, ids, attention_mask=mask, skip_logits=False)
+    got, want = (
+        gradients(model, ids, attention_mask=mask),
+        gradients(model, ids, attention_mask=mask, skip_logits=False),
+    )
     limit = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 0.1}[dtype]
     for name in want:
         assert got[name].layout == torch.strided

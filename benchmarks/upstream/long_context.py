@@ -42,7 +42,7 @@ class LongContext:
         if not wanted:
             return []
         pair = Pair("quickstart", self.dtype, make_config("quickstart", layers=_LAYERS), self.seed)
-        pair.for_inference(fused=True)
+        pair.for_inference()
         caches = {side: DynamicCache(config=pair.side(side).config) for side in SIDES}
         found: list[dict[str, Any]] = []
         done = 0

@@ -114,7 +114,7 @@ class Load:
 
     def measure(self, pair: Pair, seconds: float) -> tuple[str, dict[str, Times]]:
         """The check and the times."""
-        pair.for_inference(fused=False)
+        pair.for_inference("loaded")
         with tempfile.TemporaryDirectory() as folder:
             pair.ours.save_pretrained(folder)
             classes = {side: type(pair.side(side)) for side in SIDES}

@@ -144,6 +144,15 @@ def random_ids(config: ZayaConfig, *shape: int, seed: int) -> Tensor:
     return torch.randint(3, config.vocab_size, shape, generator=torch.Generator().manual_seed(seed))
 
 
+#: how ours can be prepared for inference: what a row's name and its description say of it
+WAYS = {
+    "fused": ("", ""),
+    "loaded": ("-as-loaded", "; ours as loaded, not fused for inference"),
+    "packed": ("-packed", "; ours with packed weights, a second copy of them"),
+    "compiled": ("-compiled", "; ours with packed weights and a compiled step"),
+}
+
+
 class Pair:
     """One model of each class. They share the storage of every weight, and have gradients of their own."""
 
@@ -169,21 +178,23 @@ class Pair:
             _share(self._wide, {name: tensor.float() for name, tensor in self.ours.state_dict().items()})
         return self._wide
 
-    @property
-    def can_fuse(self) -> bool:
-        return hasattr(self.ours, "fuse_for_inference")
-
-    def for_inference(self, fused: bool) -> None:
-        """Both in eval mode; ours fused, or as `from_pretrained` leaves it."""
+    def for_inference(self, way: str = "fused") -> None:
+        """Both in eval mode, ours prepared in one of `WAYS`."""
         for model in (self.ours, self.stock):
             _checkpoint(model, False)
             model.eval()
-        if self.can_fuse:
-            self.ours.fuse_for_inference() if fused else self.ours.unfuse()
+        self._as_loaded()
+        if way != "loaded":
+            self.ours.fuse_for_inference(pack_weights=way in ("packed", "compiled"))
+        if way == "compiled":
+            self.ours.compile_decoding()
+
+    def _as_loaded(self) -> None:
+        self.ours.uncompile_decoding()
+        self.ours.unfuse()
 
     def for_training(self, checkpointing: bool) -> None:
-        if self.can_fuse:
-            self.ours.unfuse()
+        self._as_loaded()
         for model in (self.ours, self.stock):
             model.train()
             _checkpoint(model, checkpointing)

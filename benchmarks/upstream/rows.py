@@ -14,7 +14,7 @@ from zaya_hf.testing import RecordedRun, record_run
 
 from . import checks
 from .floors import Call, make_call
-from .pair import Pair, Shapes
+from .pair import WAYS, Pair, Shapes
 from .timing import Work
 
 _CHECKED_STEPS = 16
@@ -41,14 +41,14 @@ class Row:
 
     Attributes:
         name, what: for the reader.
-        fused: ours runs after `fuse_for_inference`; None: a row of training.
+        way: how ours is prepared, one of `pair.WAYS`; None: a row of training.
         checkpointing: for rows of training.
         reads: how often the weights are read: in training once more on the way back, and again for checkpointing.
         products: how often the products of a forward pass are done: training has two more for each.
         head_products: the same for the LM head, which checkpointing does not repeat.
     """
 
-    fused: bool | None = True
+    way: str | None = "fused"
     checkpointing = False
     reads = products = head_products = 1
 
@@ -71,12 +71,12 @@ class Row:
 class Prefill(Row):
     """One row of tokens, whole or in chunks, into a cache, with the logits of the last token."""
 
-    def __init__(self, length: int, chunk: int | None = None, fused: bool = True) -> None:
-        self.length, self.chunk, self.fused = length, chunk or length, fused
+    def __init__(self, length: int, chunk: int | None = None, way: str = "fused") -> None:
+        self.length, self.chunk, self.way = length, chunk or length, way
         parts = f" in chunks of {chunk}" if chunk else ""
         super().__init__(
-            f"prefill-1x{length}{f'-chunks-of-{chunk}' if chunk else ''}{'' if fused else '-as-loaded'}",
-            f"1 x {length} tokens into a new cache{parts}, logits of the last token{_as_loaded(fused)}",
+            f"prefill-1x{length}{f'-chunks-of-{chunk}' if chunk else ''}{WAYS[way][0]}",
+            f"1 x {length} tokens into a new cache{parts}, logits of the last token{WAYS[way][1]}",
         )
 
     def work(self, pair: Pair, side: str) -> Work:
@@ -148,12 +148,12 @@ class Ragged(Row):
 class Decode(Row):
     """One step: one token for every row, after a context that is cached."""
 
-    def __init__(self, batch: int, context: int, fused: bool = True) -> None:
-        self.batch, self.context, self.fused = batch, context, fused
+    def __init__(self, batch: int, context: int, way: str = "fused") -> None:
+        self.batch, self.context, self.way = batch, context, way
         super().__init__(
-            f"decode-{batch}{'' if fused else '-as-loaded'}",
+            f"decode-{batch}{WAYS[way][0]}",
             f"one token for each of {batch} rows after {context} to {context + _MEASURED_STEPS} cached ones"
-            + _as_loaded(fused),
+            + WAYS[way][1],
         )
 
     def work(self, pair: Pair, side: str) -> Work:
@@ -259,7 +259,7 @@ class Generate(Row):
 class Train(Row):
     """Forward and backward of one step, gradients from nothing; no optimizer, which is the same on both sides."""
 
-    fused = None
+    way = None
 
     def __init__(self, lengths: list[int], packed: bool, checkpointing: bool) -> None:
         self.lengths, self.packed, self.checkpointing = lengths, packed, checkpointing
@@ -324,21 +324,17 @@ def rows(shapes: Shapes, lengths: list[int]) -> list[Row]:
     """All rows of this module, in the order of the result."""
     return [
         Prefill(shapes.short),
-        Prefill(shapes.short, fused=False),
+        *(Prefill(shapes.short, way=way) for way in ("loaded", "packed")),
         Prefill(shapes.long),
         Prefill(shapes.long, shapes.chunk),
         Ragged(lengths, packed=False),
         Ragged(lengths, packed=True),
-        *(Decode(batch, shapes.context, fused) for batch in shapes.batches for fused in (True, False)),
+        *(Decode(batch, shapes.context, way) for batch in shapes.batches for way in WAYS),
         Generate(shapes.context, shapes.new_tokens),
         Train([shapes.short], packed=False, checkpointing=False),
         Train([shapes.short], packed=False, checkpointing=True),
         Train(lengths, packed=True, checkpointing=False),
     ]
-
-
-def _as_loaded(fused: bool) -> str:
-    return "" if fused else "; ours as loaded, not fused for inference"
 
 
 def _compare(pair: Pair, recorded: Callable[[Any], RecordedRun], where: Tensor | None = None) -> str:
