@@ -11,6 +11,7 @@ SEED := $(shell $(PYTHON) -c "import secrets; print(secrets.randbelow(2**31))")
 endif
 PYTEST_ARGS ?=
 QUICKSTART_ARGS ?=
+BENCH_ARGS ?=
 
 comma := ,
 space := $() $()
@@ -24,7 +25,7 @@ PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test fuzz lint clean
+.PHONY: help install quickstart test fuzz bench lint clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -47,6 +48,9 @@ fuzz: $(STAMP)  ## the random tests with a fresh seed (SEED=N repeats one) and m
 	@echo "fuzz: SEED=$(SEED)"
 	$(TEST_ENV) ZAYA_TEST_SEED=$(SEED) $(VENV)/bin/python -m pytest -q $(PARALLEL) \
 		--hypothesis-profile=fuzz --hypothesis-seed=$(SEED) $(PYTEST_ARGS)
+
+bench: $(STAMP)  ## speed and memory beside transformers' own class: a table, and benchmarks/results/cpu.json (about half an hour)
+	$(VENV)/bin/python benchmarks/compare_upstream.py --table --output benchmarks/results/cpu.json $(BENCH_ARGS)
 
 lint: $(STAMP)  ## ruff and mypy
 	$(VENV)/bin/ruff check .

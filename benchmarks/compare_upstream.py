@@ -22,6 +22,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -96,6 +97,9 @@ class Run:
         self.rows = rows(self.shapes, self.shapes.lengths(self.seed))
         self.peaks = [memory.Peak(kind, self.shapes.peak) for kind in memory.KINDS]
         self.entries: list[dict[str, Any]] = []
+        #: what is measured so far, for when the run is stopped
+        output = arguments.output
+        self.partial = None if output is None else output.with_name(f"{output.name}.partial")
         self.machine: dict[str, Any] = {}
 
     def selected(self, name: str) -> bool:
@@ -125,13 +129,19 @@ class Run:
                     self._peak_rows(size, following)
                 if size == "quickstart":
                     self._long_rows(dtype, following)
+        return self._result(complete=True)
+
+    def _result(self, complete: bool) -> dict[str, Any]:
         about = {"quick": self.quick, "seconds": self.seconds, "seed": self.seed, "rows_selected": self.patterns}
-        return {"machine": self.machine, "run": about, "rows": self.entries}
+        return {"machine": self.machine, "run": about | {"complete": complete}, "rows": self.entries}
 
     def _add(self, size: str, dtype: str, name: str, what: str, fields: dict[str, Any]) -> None:
         comparable = not self.quick and (self.layers is None or size != "8b")
         entry = {"name": name, "size": size, "dtype": dtype, "what": what} | fields
         self.entries.append(results.with_target(entry, results.target(name, size, dtype) if comparable else {}))
+        if self.partial is not None:
+            with suppress(OSError):  # the result itself will say what is wrong there
+                write_json(self.partial, self._result(complete=False))
 
     def _pair_rows(self, size: str, dtype: str, following: Callable[[str], None]) -> None:
         chosen = [row for row in self.rows if self.selected(row.name)]
@@ -216,6 +226,8 @@ def main(argv: list[str] | None = None) -> int:
         size = (arguments.size or SIZES)[0]
         print(json.dumps(memory.peak_of_child(arguments.peak_child, size, arguments.peak_kind, arguments.peak_tokens)))
         return 0
+    if arguments.output and arguments.output.is_dir():
+        parser.error(f"--output: {arguments.output} is a folder; give the name of a file")
     run = Run(arguments)
     names = dict.fromkeys(name for _, _, name in run.names())
     if arguments.list:
@@ -224,8 +236,6 @@ def main(argv: list[str] | None = None) -> int:
     for pattern in run.patterns:
         if not fnmatch.filter(names, pattern):
             parser.error(f"--rows: no row fits {pattern!r}; --list prints their names")
-    if arguments.output and arguments.output.is_dir():
-        parser.error(f"--output: {arguments.output} is a folder; give the name of a file")
     result = run.measure()
     if arguments.table:
         print(results.table(result))
@@ -235,6 +245,7 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.output:
         try:
             write_json(arguments.output, result)
+            run.partial.unlink(missing_ok=True)
         except OSError as error:
             parser.exit(1, f"{parser.prog}: {arguments.output}: {error.strerror}\n")
     return int(any(results.failed(entry) for entry in result["rows"]))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 
 import pytest
@@ -29,7 +28,7 @@ def draw(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 @pytest.fixture
-def multiplied(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]]]:
+def multiplied(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Shapes of the first factors that oneDNN got."""
     seen: list[tuple[int, ...]] = []
     library = onednn.multiply
@@ -39,7 +38,7 @@ def multiplied(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]
         return library(a, b, bias)
 
     monkeypatch.setattr(onednn, "multiply", spy)
-    yield seen
+    return seen
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:

@@ -36,7 +36,7 @@ class Shapes:
     short: int = 512
     long: int = 2048
     chunk: int = 256
-    documents: int = 8
+    documents: int = 6
     document_lengths: tuple[int, int] = (16, 512)
     context: int = 128  # before the decoding steps
     batches: tuple[int, ...] = (1, 8, 32)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from zaya_hf.compiled_decoding import CompiledDecoding
+from zaya_hf.ops import selection
 from zaya_hf.testing import RecordedRun, record_run
 
 from . import checks
@@ -203,7 +206,36 @@ class Decode(Row):
         rows = self._checked_prompts() * self.batch
         where = torch.zeros(rows, self._checked_context() + _CHECKED_STEPS, dtype=torch.bool)
         where[:, self._checked_context() :] = True  # the prompts' logits come from prefill, another row
+        if self.way == "compiled":  # what is recorded below runs uncompiled
+            self._check_compiled(pair)
         return _compare(pair, lambda model: self._recorded(pair, model), where)
+
+    def _check_compiled(self, pair: Pair) -> None:
+        """The compiled step ran, for every token, and gives the logits of the definitions.
+
+        Raises:
+            checks.Failed: it did not.
+        """
+        ids = pair.ids(self.batch, self._checked_context() + _CHECKED_STEPS, more=40)
+        found, entered = [], 0
+        step = CompiledDecoding.__call__
+
+        def counted(*args: Any) -> Any:
+            nonlocal entered
+            entered += 1
+            return step(*args)
+
+        for chosen in ("auto", "reference"):
+            cache = DynamicCache(config=pair.config)
+            parts = [ids[:, : self._checked_context()], *ids[:, self._checked_context() :].split(1, dim=1)]
+            with selection.use(chosen), mock.patch.object(CompiledDecoding, "__call__", counted):
+                logits = [pair.ours(part, cache=cache, use_cache=True, logits_to_keep=1).logits for part in parts]
+            found.append(torch.cat(logits[1:], dim=1).float())
+        if entered != _CHECKED_STEPS:
+            raise checks.Failed(f"the compiled step ran for {entered} of {_CHECKED_STEPS} tokens")
+        distance = ((found[0] - found[1]).norm(dim=-1) / found[1].norm(dim=-1)).median().item()
+        if not distance <= (1e-4 if pair.dtype == "fp32" else 0.05):
+            raise checks.Failed(f"the compiled step's logits are off by {distance:.1e} of their norm")
 
     def calls(self, pair: Pair) -> list[list[Call]]:
         cache = DynamicCache(config=pair.config)

@@ -16,7 +16,10 @@ from typing import Any
 import torch
 import transformers
 
+from zaya_hf import ops
+
 _LEAST_SAMPLES = 3
+_LONG = 20.0  # seconds of one row after which fewer samples have to do
 _MOST_SAMPLES = 400
 _COLLECT_EVERY = 1.0  # seconds of work between two collections of garbage
 
@@ -50,7 +53,8 @@ class Times:
 
 
 def alternate(works: dict[str, Work], seconds: float) -> dict[str, Times]:
-    """Run every side once unmeasured, then one after the other until each had about `seconds`, or three samples."""
+    """Run every side once unmeasured, then one after the other until each had about `seconds` and three samples; fewer
+    where a sample takes long."""
     for work in works.values():
         sample(work)
     samples: dict[str, list[float]] = {name: [] for name in works}
@@ -58,7 +62,11 @@ def alternate(works: dict[str, Work], seconds: float) -> dict[str, Times]:
     count = 0
     gc.collect()
     with _no_collection():
-        while count < _LEAST_SAMPLES or (spent < seconds * len(works) and count < _MOST_SAMPLES):
+        while (
+            count < 2
+            or (count < _LEAST_SAMPLES and spent < _LONG)
+            or (spent < seconds * len(works) and count < _MOST_SAMPLES)
+        ):
             for name, work in works.items():
                 samples[name].append(sample(work))
                 spent += samples[name][-1]
@@ -133,8 +141,9 @@ def _bandwidth(repeats: int) -> float:
 
 def _gemm_rate(dtype: torch.dtype, repeats: int) -> float:
     width = 2048
-    a, b, out = (torch.ones(width, width, dtype=dtype) for _ in range(3))
-    return 2 * width**3 / _best(lambda: torch.mm(a, b.t(), out=out), repeats)
+    a, b = (torch.ones(width, width, dtype=dtype) for _ in range(2))
+    with torch.no_grad():
+        return 2 * width**3 / _best(lambda: ops.linear(a, b), repeats)
 
 
 def _best(run: Callable[[], Any], repeats: int) -> float:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils.import_utils import is_tracing
 
 from .ops.numerics import wide_dtype
 
@@ -114,7 +115,8 @@ class Continued(Plan):
     def takes(self, query: Tensor, key: Tensor, dropout: float) -> bool:
         wanted = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad)
         fits = query.shape[2] + self.past == key.shape[2] == self.keys
-        return fits and not dropout and not wanted and query.device.type == "cpu"
+        same = query.dtype == key.dtype  # else autocast would have to make them so
+        return fits and same and not dropout and not wanted and query.device.type == "cpu"
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, dropout: float, scaling: float) -> Tensor:
         assert _FLASH_ON_CPU is not None
@@ -159,8 +161,8 @@ def attend(
     dropout = module.attention_dropout if module.training else 0.0
     if query.numel() == 0:  # no row or no token: not every backend takes empty tensors
         function, mask = eager_attention, None
-    if function is sdpa_attention_forward and _LIBRARYS_OWN.isdisjoint(kwargs):
-        if isinstance(mask, Plan) and mask.takes(query, key, dropout):
+    if function is sdpa_attention_forward and all(kwargs.get(name) in (None, False) for name in _LIBRARYS_OWN):
+        if isinstance(mask, Plan) and not is_tracing(query) and mask.takes(query, key, dropout):
             return mask.attend(query, key, value, dropout, module.scaling), None
         if not isinstance(mask, Plan) and query.shape[2] == 1 and query.device.type == "cpu":
             return _one_query(query, key, value, mask, dropout, module.scaling), None

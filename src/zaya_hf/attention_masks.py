@@ -128,7 +128,7 @@ def worthwhile_pieces(segment: Tensor) -> tuple[tuple[int, int, bool], ...] | No
     real = segment.flatten()[starts] != PADDING
     runs = itertools.groupby(zip(lengths.tolist(), real.tolist(), strict=True))
     pieces = tuple((len(list(run)), tokens, is_real) for (tokens, is_real), run in runs)
-    pairs = sum(count * tokens**2 for count, tokens, is_real in pieces if is_real)
+    pairs = sum(count * tokens * (tokens + 1) // 2 for count, tokens, is_real in pieces if is_real)  # causal
     cost = pairs + attention.PAIRS_OF_A_CALL * len(pieces)
     return pieces if pairs and cost < segment.numel() * segment.shape[1] else None
 

@@ -61,7 +61,8 @@ def _name(module: Any, hidden_states: Tensor) -> str:
         if hidden_states.device.type == "cpu" and not tracing:
             return "eager"
         few = not tracing and hidden_states.shape[0] <= DECODING_ROWS and not torch.is_grad_enabled()
-        name = "batched_mm" if few else "grouped_mm"
+        # without values, torch's grouped product is there for bf16 only
+        name = "batched_mm" if few or hidden_states.device.type == "meta" else "grouped_mm"
     if name == "grouped_mm" and not tracing and not _grouped_mm_takes(module, hidden_states.dtype):
         return "eager"
     return name

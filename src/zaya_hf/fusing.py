@@ -19,15 +19,35 @@ from . import ops
 _checked_outside = False
 
 
+def is_only_its_weights(module: nn.Module) -> bool:
+    """Whether a call does nothing beside the forward of its class: no hook that loads, gathers or watches."""
+    everywhere = nn.modules.module
+    return not (
+        "forward" in vars(module)  # where accelerate puts its own
+        or module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or everywhere._global_forward_hooks
+        or everywhere._global_forward_pre_hooks
+        or everywhere._global_backward_hooks
+        or everywhere._global_backward_pre_hooks
+    )
+
+
+def _pointers(layer: Any) -> tuple[int, int]:
+    return layer.weight.data_ptr(), 0 if layer.bias is None else layer.bias.data_ptr()
+
+
 @contextmanager
 def checked_outside() -> Iterator[None]:
     """Compiled code inside relies on fused weights: the caller has asked `holds_for` right before."""
     global _checked_outside
-    _checked_outside = True
+    before, _checked_outside = _checked_outside, True
     try:
         yield
     finally:
-        _checked_outside = False
+        _checked_outside = before
 
 
 class FusedLinears(ops.Transient):
@@ -44,7 +64,7 @@ class FusedLinears(ops.Transient):
         self.weight = _as_views([layer.weight for layer in layers])
         biases = [layer.bias for layer in layers if layer.bias is not None]
         self.bias = _as_views(biases) if biases else None
-        self.pointers = [layer.weight.data_ptr() for layer in layers]
+        self.pointers = [_pointers(layer) for layer in layers]
         self.packed = ops.PackedWeight(self.weight, [layer.weight for layer in layers]) if pack else None
 
     def holds_for(self, layers: list[Any]) -> bool:
@@ -53,11 +73,8 @@ class FusedLinears(ops.Transient):
         if torch.compiler.is_compiling():
             return _checked_outside
         return not torch.is_grad_enabled() and all(
-            layer is known
-            and layer.weight.data_ptr() == pointer
-            and not layer._forward_hooks
-            and not layer._forward_pre_hooks
-            for layer, known, pointer in zip(layers, self.layers, self.pointers, strict=True)
+            layer is known and _pointers(layer) == pointers and is_only_its_weights(layer)
+            for layer, known, pointers in zip(layers, self.layers, self.pointers, strict=True)
         )
 
     @torch.no_grad()
@@ -108,7 +125,7 @@ class ZayaFusingMixin:
         Args:
             pack_weights: on a CPU, also keep a copy of every large weight in the form that its matrix products read
                 fastest. Takes as much memory again as the weights. A weight that changes later is used in its plain
-                form until this is called again.
+                form until this is called again; a change made through ``.data`` is not seen, so call it after those.
 
         Returns:
             the model.
@@ -141,7 +158,7 @@ class ZayaFusingMixin:
             fused.update(projection.layers_to_fuse())
         if pack_weights:
             for linear in linears.values():
-                if linear not in fused:
+                if linear not in fused and linear.reads_packed:
                     linear.packed_weight = ops.PackedWeight(linear.weight)
             for module in experts.values():
                 module.packed_experts = ops.PackedExperts(module.gate_up_proj, module.down_proj)
@@ -164,6 +181,11 @@ class ZayaFusingMixin:
         """Whether `fuse_for_inference` is in force."""
         model: Any = self
         return any(getattr(module, "fused_projections", None) is not None for module in model.modules())
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """Moving or casting a model ends the fusing: nothing of the old weights stays behind."""
+        self.unfuse()
+        return super()._apply(*args, **kwargs)  # type: ignore[misc]
 
     def train(self, mode: bool = True) -> Any:
         """As in torch; training ends the fusing."""

@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.modeling_utils import slice_logits_to_keep
 
 from . import ops
+from .fusing import is_only_its_weights
 from .ops.numerics import promote
 
 
@@ -123,23 +124,15 @@ def skips_logits(
     """Whether no logits are returned, and whether the loss can do without them; see `logits_and_loss`."""
     everything = isinstance(logits_to_keep, int) and logits_to_keep == 0
     ours = model.loss_function is causal_lm_loss
+    if skip_logits is None and with_loss:
+        skip_logits = model.skip_logits  # a default of the user's own
     if skip_logits is None:
         skip_logits = model.training and with_loss and ours and everything
     elif skip_logits and not with_loss:
         raise ValueError("skip_logits=True leaves nothing to return: give labels or shift_labels.")
     elif skip_logits and not ours:
         raise ValueError("skip_logits=True, but the model's loss_function is not causal_lm_loss and needs logits.")
-    return skip_logits, skip_logits and everything and _is_only_its_weights(model.lm_head)
-
-
-def _is_only_its_weights(head: nn.Module) -> bool:
-    """Whether calling the head would do nothing beside its forward: no hook that loads, gathers or watches."""
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    everywhere = nn.modules.module
-    return (
-        "forward" not in vars(head)  # where accelerate puts its own
-        and not any(getattr(head, name) or getattr(everywhere, f"_global{name}") for name in hooks)
-    )
+    return skip_logits, skip_logits and everything and is_only_its_weights(model.lm_head)
 
 
 def _targets(of: Tensor, labels: Tensor | None, shift_labels: Tensor | None, ignore_index: int) -> Tensor:

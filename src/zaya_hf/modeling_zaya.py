@@ -73,6 +73,7 @@ class ZayaLinear(nn.Linear):
     """A linear layer whose product is chosen by `ops.linear`."""
 
     packed_weight: ops.PackedWeight | None = None  # see `fuse_for_inference`
+    reads_packed = True
 
     def forward(self, x: Tensor) -> Tensor:
         return ops.linear(x, self.weight, self.bias, self.packed_weight)
@@ -109,7 +110,8 @@ class ZayaCCAProjection(nn.Module):
         """``[B, S, hidden_size]`` to raw queries and keys, the current value half, the delayed value half."""
         layers, fused = self.layers_to_fuse(), self.fused_projections
         if fused is not None and fused.holds_for(layers):
-            return fused(x, (2, 1, 1))
+            raw, value_current, value_delayed = fused(x, (2, 1, 1))
+            return raw, value_current, value_delayed
         query, key, value_current, value_delayed = (layer(x) for layer in layers)
         return torch.cat([query, key], dim=-1), value_current, value_delayed
 
@@ -581,8 +583,13 @@ class ZayaLMHead(ZayaLinear):
         super().__init__(config.hidden_size, config.vocab_size, bias=config.lm_head_bias)
         self.config = config
 
+    @property
+    def reads_packed(self) -> bool:  # type: ignore[override]
+        """Whether the product is the plain one: not with `fp32_logits` and a narrower weight."""
+        return not self.config.fp32_logits or self.weight.dtype in (torch.float32, torch.float64)
+
     def forward(self, hidden_states: Tensor) -> Tensor:
-        if self.config.fp32_logits:
+        if not self.reads_packed:
             return ops.wide_linear(hidden_states, self.weight, self.bias)
         return super().forward(hidden_states)
 
@@ -596,6 +603,8 @@ class ZayaForCausalLM(ZayaPreTrainedModel, ZayaGenerationMixin, GenerationMixin)
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     _fsdp_plan = {"lm_head": "keep_full_weight"}
+    #: default of `forward`'s argument, for callers that cannot pass it: False keeps the logits in training
+    skip_logits: bool | None = None
 
     def __init__(self, config: ZayaConfig):
         config = ZayaConfig.from_native(config)

@@ -55,7 +55,8 @@ class RotaryTables:
         key = (position - place, wide)
         block = self._block
         if block is None or block[0] != key:
-            tables = self._computed(torch.arange(key[0], key[0] + BLOCK, device="cpu")[None], wide)
+            with torch.inference_mode(False):  # it outlives the mode that it is made in
+                tables = self._computed(torch.arange(key[0], key[0] + BLOCK, device="cpu")[None], wide)
             columns = {layer_type: [t.split(1, dim=1) for t in pair] for layer_type, pair in tables.items()}
             of_places = [{name: (cos[i], sin[i]) for name, (cos, sin) in columns.items()} for i in range(BLOCK)]
             self._block = block = (key, of_places)

@@ -12,34 +12,35 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .fusing import is_only_its_weights
+
 
 def can_share(embedding: Any, head: Any, input_ids: Tensor | None) -> bool:
     """Whether the embedding is plain, trained, and the head's weight."""
     if input_ids is None or not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
-    weight = embedding.weight if type(embedding) is nn.Embedding else None
+    if type(embedding) is not nn.Embedding:
+        return False
+    weight = embedding.weight
     return (
-        weight is not None
-        and weight is getattr(head, "weight", None)
+        weight is getattr(head, "weight", None)
         and weight.requires_grad
         and type(weight) is nn.Parameter
         and not embedding.sparse
         and embedding.max_norm is None
         and not embedding.scale_grad_by_freq
-        and "forward" not in vars(embedding)  # where accelerate puts its own
-        and not (embedding._forward_hooks or embedding._forward_pre_hooks)
-        and not (embedding._backward_hooks or embedding._backward_pre_hooks)
+        and is_only_its_weights(embedding)
         and not torch._C._are_functorch_transforms_active()
         # elsewhere rows are added in any order, and each sum of a narrow dtype is rounded
         and weight.device.type == "cpu"
     )
 
 
-def look_up(embedding: nn.Embedding, input_ids: Tensor) -> tuple[Tensor, Tensor]:
+def look_up(embedding: Any, input_ids: Tensor | None) -> tuple[Tensor, Tensor]:
     """Embeddings ``[B, S, D]``, and the weight to multiply by in the head; both lead to one gradient.
 
     Args:
-        input_ids: ``[B, S]``, inside the vocabulary.
+        embedding, input_ids: accepted by `can_share`; ids ``[B, S]`` inside the vocabulary.
     """
     rows, head_weight = _Fork.apply(embedding.weight)
     return _LookUp.apply(input_ids, rows, embedding.padding_idx), head_weight

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-
 _WIDE = (torch.float32, torch.float64)  # what `promote` leaves as it is; it is called often
 
 

@@ -29,7 +29,7 @@ def reference_only() -> bool:
 
 @contextmanager
 def use(name: str) -> Iterator[None]:
-    """Run the operators in one way inside a ``with`` block.
+    """Run the operators in one way inside a ``with`` block, in all threads of the process.
 
     Args:
         name: "auto" (the fastest that covers the input) or "reference" (the definition in plain PyTorch).

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..numerics import promote, wide_dtype
+from . import reference
 
 
 def covers(raw: Tensor, reach: Tensor | None, state: Tensor | None, index: Tensor | None) -> bool:
@@ -27,6 +28,7 @@ def covers(raw: Tensor, reach: Tensor | None, state: Tensor | None, index: Tenso
         and (state is None or (reach is None and not torch.is_grad_enabled()))
         and not torch.compiler.is_compiling()
         and not torch._C._get_tracing_state()
+        and raw.device.type != "meta"
         and not torch.is_autocast_enabled(raw.device.type)
         and not torch._C._are_functorch_transforms_active()
         and torch.autograd.forward_ad._current_level < 0
@@ -197,13 +199,16 @@ class _Mix(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
         result, stacked, mixed, norm = _forward(*arguments)
-        ctx.save_for_backward(*arguments[:-1], stacked, mixed, norm)
+        frozen = not ctx.needs_input_grad[3]
+        ctx.save_for_backward(*arguments[:-1], None if frozen else stacked, mixed, norm)
         ctx.constants = arguments[-1]
         return result
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
+        if torch.is_grad_enabled():  # to be differentiated again: what follows works in place
+            return *_differentiable(ctx, grad), None
         raw, depthwise_weight, depthwise_bias, grouped_weight, grouped_bias, key_scale, stacked, mixed, norm = (
             ctx.saved_tensors
         )
@@ -226,7 +231,10 @@ class _Mix(torch.autograd.Function):
 
         flat = grad.view(heads, batch_size * length, head_dim).to(raw.dtype)
         weight = grouped_weight.view(heads, head_dim, -1).to(raw.dtype)
-        grouped_weight_grad = torch.bmm(flat.transpose(1, 2), stacked).view_as(grouped_weight)
+        grouped_weight_grad = None
+        if stacked is not None:
+            grouped_weight_grad = torch.bmm(flat.transpose(1, 2), stacked).view_as(grouped_weight)
+            grouped_weight_grad = grouped_weight_grad.to(grouped_weight.dtype)
         taps_grad = promote(torch.bmm(flat, weight)).view(heads, batch_size, length, head_dim, -1)
         taps_grad = taps_grad.permute(1, 2, 0, 3, 4).flatten(2, 3)  # [B, S, C, k1]
         width = taps_grad.shape[-1]
@@ -255,8 +263,22 @@ class _Mix(torch.autograd.Function):
             raw_grad.to(raw.dtype),
             depthwise_weight_grad.to(depthwise_weight.dtype),
             depthwise_bias_grad.to(depthwise_bias.dtype),
-            grouped_weight_grad.to(grouped_weight.dtype),
+            grouped_weight_grad,
             grouped_bias_grad.to(grouped_bias.dtype),
             key_scale_grad,
             None,
         )
+
+
+def _differentiable(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """The wanted gradients as part of the graph, by way of the definition."""
+    constants: _Constants = ctx.constants
+    arguments = ctx.saved_tensors[:6]
+    raw, depthwise_weight, depthwise_bias, grouped_weight, grouped_bias, key_scale = arguments
+    weights = (depthwise_weight, depthwise_bias, grouped_weight, grouped_bias)
+    cos, sin = (torch.cat([half, half], dim=-1) for half in (constants.cos, constants.sin))
+    result = reference.mix_queries_and_keys(raw, *weights, key_scale, cos, sin, constants.head_dim, constants.reach)
+    wanted = [tensor for tensor, needed in zip(arguments, ctx.needs_input_grad, strict=False) if needed]
+    by_head = torch.cat(result, dim=1).transpose(0, 1)
+    found = iter(torch.autograd.grad(by_head, wanted, grad, create_graph=True, allow_unused=True))
+    return tuple(next(found) if needed else None for needed in ctx.needs_input_grad[:6])

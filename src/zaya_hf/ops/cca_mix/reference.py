@@ -128,9 +128,29 @@ def cca_mix(
         ``[B, H, S, D]``, ``[B, G, S, D]`` and ``[B, G, S, D]``, in the dtype of `raw`. Normalisation, temperature and
         rotation run in fp32 or wider.
     """
+    weights = (depthwise_weight, depthwise_bias, grouped_weight, grouped_bias)
+    scale = key_scale(temperature, clamp_temperature)
+    query, key = mix_queries_and_keys(raw, *weights, scale, cos, sin, head_dim, reach, states)
+    return query, key, delayed_values(value_current, value_delayed, head_dim, value_of_nothing, reach, states)
+
+
+def mix_queries_and_keys(
+    raw: Tensor,
+    depthwise_weight: Tensor,
+    depthwise_bias: Tensor,
+    grouped_weight: Tensor,
+    grouped_bias: Tensor,
+    key_scale: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    head_dim: int,
+    reach: Tensor | None = None,
+    states: SegmentStates | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Queries ``[B, H, S, D]`` and keys ``[B, G, S, D]`` of `cca_mix`; `key_scale` ``[G]`` is in fp32 or wider."""
     batch_size, length, channels = raw.shape
     dtype = raw.dtype
-    groups = temperature.shape[0]
+    groups = key_scale.shape[0]
     heads = channels // head_dim - groups
     mixed = _convolutions(raw, depthwise_weight, depthwise_bias, grouped_weight, grouped_bias, head_dim, reach, states)
 
@@ -143,9 +163,8 @@ def cca_mix(
     k = mixed[:, :, heads:] + mean_k
 
     q = rotate(unit_rms(q), cos, sin)
-    k = rotate(unit_rms(k) * key_scale(temperature, clamp_temperature)[:, None], cos, sin)
-    value = delayed_values(value_current, value_delayed, head_dim, value_of_nothing, reach, states)
-    return q.to(dtype).transpose(1, 2), k.to(dtype).transpose(1, 2), value
+    k = rotate(unit_rms(k) * key_scale[:, None], cos, sin)
+    return q.to(dtype).transpose(1, 2), k.to(dtype).transpose(1, 2)
 
 
 def key_scale(temperature: Tensor, clamp: bool) -> Tensor:
@@ -252,9 +271,9 @@ def next_states(
         return columns.clone(memory_format=torch.contiguous_format), value_delayed[:, -1].clone()
     rows = torch.arange(batch_size, device=raw.device)
     column = rows.new_full((batch_size,), length - 1) if last is None else last
-    columns = None if states is None else states.qk
+    past = None if states is None else states.qk
     steps = reversed(range(look_back))
-    picked = [earlier_tokens(raw, step, reach, states, columns)[rows, column] for step in steps]
+    picked = [earlier_tokens(raw, step, reach, states, past)[rows, column] for step in steps]
     qk = torch.stack(picked, dim=-1) if picked else before[0]
     value = value_delayed[rows, column]
     if has_real is not None:

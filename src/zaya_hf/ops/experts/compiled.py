@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers.activations import ACT2FN
 
+from .. import selection
 from ..linear import packed
 from ..linear.compiled import LIBRARY, is_possible
 from . import grouped
@@ -25,7 +26,7 @@ LIBRARY.define(
 
 def covers(x: Tensor) -> bool:
     """Whether the experts belong here."""
-    return is_possible(x)
+    return is_possible(x) and not selection.reference_only()
 
 
 def experts(

@@ -97,7 +97,8 @@ def _product_of(group: int, rows: Tensor, weight: Tensor, packed: list[PackedWei
 class _GroupedProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        # what a frozen factor would need is not kept
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight if ctx.needs_input_grad[0] else None)
         ctx.counts = counts
         return _multiply_groups(x, weight, counts)
 

@@ -43,7 +43,7 @@ def covers(x: Tensor, weight: Tensor) -> bool:
 def is_unwatched(x: Tensor, weight: Tensor) -> bool:
     """Plain tensors on a CPU, and no trace, no transform of torch.func, no autocast and no mode that watches operators:
     these know torch's own product and not oneDNN's."""
-    return (
+    return bool(
         x.device.type == weight.device.type == "cpu"
         and _is_plain(x)
         and _is_plain(weight)
@@ -53,7 +53,7 @@ def is_unwatched(x: Tensor, weight: Tensor) -> bool:
         and torch._C._len_torch_dispatch_stack() == 0
         and not torch._C._are_functorch_transforms_active()
         and torch.autograd.forward_ad._current_level < 0
-        and torch.backends.mkldnn.enabled  # type: ignore[attr-defined]
+        and torch.backends.mkldnn.enabled
     )
 
 
@@ -83,7 +83,8 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
-        ctx.save_for_backward(a, b)
+        wanted_a, wanted_b = ctx.needs_input_grad  # what a frozen factor would need is not kept
+        ctx.save_for_backward(a if wanted_b else None, b if wanted_a else None)
         return multiply(a, b)
 
     @staticmethod

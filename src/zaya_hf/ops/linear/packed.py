@@ -13,6 +13,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from . import onednn
 
@@ -55,7 +56,8 @@ class Transient:
 
 
 class PackedWeight(Transient):
-    """A weight ``[N, K]`` in oneDNN's form. It answers for that weight only as long as nobody writes to it.
+    """A weight ``[N, K]`` in oneDNN's form. It answers for that weight only as long as nobody writes to it, as far as
+    torch counts writes: those through ``.data`` and in inference mode are not counted.
 
     Args:
         weight: what is packed.
@@ -64,6 +66,8 @@ class PackedWeight(Transient):
 
     def __init__(self, weight: Tensor, parts: Sequence[Tensor] = ()):
         self.key, self.handle = _key(weight), self.new_handle()
+        # Held weakly, a storage is freed and yet nothing else gets its identity.
+        self.storages = [StorageWeakRef(tensor.untyped_storage()) for tensor in (weight, *parts)]
         self.parts = parts
         self.part_keys = [_key(part) for part in parts]
         self.tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
@@ -75,7 +79,8 @@ class PackedWeight(Transient):
 
 def _key(weight: Tensor) -> tuple[Any, ...]:
     # Tensors made in inference mode count no versions.
-    return weight.data_ptr(), weight.shape, weight.dtype, None if weight.is_inference() else weight._version
+    version = None if weight.is_inference() else weight._version
+    return weight.untyped_storage()._cdata, weight.data_ptr(), weight.shape, weight.dtype, version
 
 
 def covers(x: Tensor, weight: Tensor, packed: PackedWeight | None) -> bool:
@@ -93,4 +98,4 @@ def covers(x: Tensor, weight: Tensor, packed: PackedWeight | None) -> bool:
 def linear(x: Tensor, packed: PackedWeight, bias: Tensor | None = None) -> Tensor:
     """``x @ weight.T + bias``: ``[..., K]`` -> ``[..., N]``."""
     rows = x.reshape(-1, x.shape[-1])
-    return onednn.multiply(rows, packed.tensor, bias).view(*x.shape[:-1], packed.key[1][0])
+    return onednn.multiply(rows, packed.tensor, bias).view(*x.shape[:-1], packed.key[2][0])

@@ -59,31 +59,47 @@ def _merge(output: Tensor, residual: Tensor | None, *vectors: Tensor | None) -> 
 class _Merge(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
-        ctx.save_for_backward(*arguments)
+        output, residual, *vectors = arguments
+        wanted = ctx.needs_input_grad
+        ctx.dtypes = output.dtype, None if residual is None else residual.dtype
+        # a frozen scale needs nothing of what it scales
+        ctx.save_for_backward(output if wanted[2] else None, residual if wanted[4] else None, *vectors)
         return _merge(*arguments)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         output, residual, scale, bias, residual_scale, residual_bias = ctx.saved_tensors
         (grad,) = grads
-        total = grad.flatten(0, -2).sum(0)
         wanted = ctx.needs_input_grad
-        found = _half_backward(grad, total, output, scale, bias, (wanted[0], wanted[2], wanted[3]))
-        if residual is None:
-            return found[0], None, found[1], found[2], None, None
-        other = _half_backward(grad, total, residual, residual_scale, residual_bias, (wanted[1], wanted[4], wanted[5]))
-        return found[0], other[0], found[1], found[2], other[1], other[2]
+        total = grad.flatten(0, -2).sum(0) if any(wanted[2:]) else None
+        halves = []
+        for x, dtype, vectors, needed in (
+            (output, ctx.dtypes[0], (scale, bias), (wanted[0], wanted[2], wanted[3])),
+            (residual, ctx.dtypes[1], (residual_scale, residual_bias), (wanted[1], wanted[4], wanted[5])),
+        ):
+            halves.append(_half_backward(grad, total, x, dtype, *vectors, needed))
+        (output_grad, *first), (residual_grad, *second) = halves
+        return output_grad, residual_grad, *first, *second
 
 
 def _half_backward(
-    grad: Tensor, total: Tensor, x: Tensor, scale: Tensor, bias: Tensor, wanted: tuple[bool, bool, bool]
+    grad: Tensor,
+    total: Tensor | None,
+    x: Tensor | None,
+    dtype: torch.dtype | None,
+    scale: Tensor,
+    bias: Tensor,
+    wanted: tuple[bool, bool, bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Gradients of x, scale and bias in ``(x + bias) scale``; `total` is `grad` summed over the tokens."""
-    x_grad = (grad * promote(scale)).to(x.dtype) if wanted[0] else None
+    """Gradients of x (of `dtype`), scale and bias in ``(x + bias) scale``; `total` is `grad` summed over the tokens."""
+    x_grad = (grad * promote(scale)).to(dtype) if wanted[0] else None
     scale_grad = bias_grad = None
     if wanted[1]:
+        assert x is not None
+        assert total is not None
         scale_grad = ((grad * x).flatten(0, -2).sum(0) + total * promote(bias)).to(scale.dtype)
     if wanted[2]:
+        assert total is not None
         bias_grad = (total * promote(scale)).to(bias.dtype)
     return x_grad, scale_grad, bias_grad
 
