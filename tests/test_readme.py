@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 from pathlib import Path
 
@@ -90,3 +91,16 @@ def test_the_table_of_the_quickstart_is_what_a_run_prints() -> None:
     shown = [line.split("  ")[0] for line in block.splitlines()[2:]]
     assert shown == [*(family.title for family in FAMILIES.values()), "frequencies, chance"]
     assert len(re.findall(r"^\S.*?(?: +[\d.,]+){5}(?: +0.49 M +[\d,]+)?$", block, re.MULTILINE)) == len(shown)
+
+
+def test_the_speed_table_is_that_of_the_committed_results() -> None:
+    """Ratios as `make bench` wrote them."""
+    results = json.loads((ROOT / "benchmarks/results/cpu.json").read_text(encoding="utf-8"))
+    measured = {(row["name"], row["dtype"]): row for row in results["rows"] if row["size"] == "8b"}
+    lines = re.findall(r"^\| .*\(`([\w-]+)`\) \| (\S+) × \| (\S+) × \|$", README, re.MULTILINE)
+    assert len(lines) >= 8
+    for name, *ratios in lines:
+        for dtype, ratio in zip(("fp32", "bf16"), ratios, strict=True):
+            row = measured[name, dtype]
+            assert ratio == f"{row['ratio']:.2f}", (name, dtype)
+            assert row["check"].startswith("ok"), (name, dtype)
