@@ -97,7 +97,7 @@ def test_the_speed_table_is_that_of_the_committed_results() -> None:
     """Ratios as `make bench` wrote them."""
     results = json.loads((ROOT / "benchmarks/results/cpu.json").read_text(encoding="utf-8"))
     measured = {(row["name"], row["dtype"]): row for row in results["rows"] if row["size"] == "8b"}
-    lines = re.findall(r"^\| .*\(`([\w-]+)`\) \| (\S+) × \| (\S+) × \|$", README, re.MULTILINE)
+    lines = re.findall(r"^\| .*\(`([\w-]+)`\) \| (\S+) x \| (\S+) x \|$", README, re.MULTILINE)
     assert len(lines) >= 8
     for name, *ratios in lines:
         for dtype, ratio in zip(("fp32", "bf16"), ratios, strict=True):
