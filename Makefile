@@ -49,7 +49,7 @@ fuzz: $(STAMP)  ## the random tests with a fresh seed (SEED=N repeats one) and m
 	$(TEST_ENV) ZAYA_TEST_SEED=$(SEED) $(VENV)/bin/python -m pytest -q $(PARALLEL) \
 		--hypothesis-profile=fuzz --hypothesis-seed=$(SEED) $(PYTEST_ARGS)
 
-bench: $(STAMP)  ## speed and memory beside transformers' own class: a table, and benchmarks/results/cpu.json (about an hour)
+bench: $(STAMP)  ## speed and memory beside transformers' own class: a table, and benchmarks/results/cpu.json (takes long)
 	$(VENV)/bin/python benchmarks/compare_upstream.py --table --output benchmarks/results/cpu.json $(BENCH_ARGS)
 
 lint: $(STAMP)  ## ruff and mypy
