@@ -7,6 +7,7 @@ ones apart. A plan can always be turned into the mask that it stands for, and is
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -34,7 +35,7 @@ _LIBRARYS_OWN = frozenset(("position_bias", "softcap", "output_attentions"))
 
 
 @dataclass(eq=False)
-class Plan:
+class Plan(ABC):
     """Stands in for a mask over all pairs."""
 
     #: keys that the mask covers
@@ -49,13 +50,13 @@ class Plan:
             self._mask = self.make_mask().to(device)
         return self._mask
 
+    @abstractmethod
     def takes(self, query: Tensor, key: Tensor, dropout: float) -> bool:
         """Whether this call can go without the mask."""
-        raise NotImplementedError
 
+    @abstractmethod
     def attend(self, query: Tensor, key: Tensor, value: Tensor, dropout: float, scaling: float) -> Tensor:
         """``[B, H, S, D]`` queries, ``[B, G, keys, D]`` keys and values to ``[B, S, H, D]``."""
-        raise NotImplementedError
 
 
 @dataclass(eq=False)

@@ -83,10 +83,10 @@ def logits_and_loss(
     hidden: Tensor,
     labels: Tensor | None,
     *,
-    head_is_plain: bool,
+    skip: bool,
+    without: bool,
     logits_to_keep: int | Tensor,
-    skip_logits: bool | None,
-    head_weight: Tensor | None = None,
+    head_weight: Tensor | None,
     **kwargs: Any,
 ) -> tuple[Tensor | None, Tensor | None]:
     """What a causal model returns for its hidden states.
@@ -95,21 +95,16 @@ def logits_and_loss(
         model: with `lm_head`, `loss_function` and `vocab_size`.
         hidden: ``[B, S, D]``.
         labels: ``[B, S]``; or `shift_labels` among `kwargs`, which go to the loss function.
-        head_is_plain: whether `lm_head` is of the class that multiplies and does no more.
+        skip, without: what `skips_logits` says.
         logits_to_keep: the last n positions only (0: all), or an index tensor.
-        skip_logits: return no logits; None: only in training, with labels, for all positions, and with our own loss.
-        head_weight: stands for the head's own weight in a loss without logits, see `tied_embedding`.
+        head_weight: if given, stands for the head's own weight in a loss without logits, see `tied_embedding`.
 
     Returns:
         logits ``[B, kept, V]`` or None, and the loss or None.
-
-    Raises:
-        ValueError: for skip_logits=True where the logits are all that is asked for, or are needed by the loss function.
     """
     with_loss = labels is not None or kwargs.get("shift_labels") is not None
     head = model.lm_head
-    skip, without = skips_logits(model, with_loss, logits_to_keep, skip_logits)
-    if without and head_is_plain:
+    if without:
         weight = head.weight if head_weight is None else head_weight
         wide = head.config.fp32_logits
         return None, causal_lm_loss_of_hidden(hidden, weight, head.bias, labels, wide_logits=wide, **kwargs)
@@ -119,9 +114,18 @@ def logits_and_loss(
 
 
 def skips_logits(
-    model: Any, with_loss: bool, logits_to_keep: int | Tensor, skip_logits: bool | None
+    model: Any, with_loss: bool, logits_to_keep: int | Tensor, skip_logits: bool | None, head_is_plain: bool
 ) -> tuple[bool, bool]:
-    """Whether no logits are returned, and whether the loss can do without them; see `logits_and_loss`."""
+    """Whether no logits are returned, and whether the loss can do without them.
+
+    Args:
+        model, logits_to_keep: as for `logits_and_loss`.
+        skip_logits: return no logits; None: only in training, with labels, for all positions, and with our own loss.
+        head_is_plain: whether `lm_head` is of the class that multiplies and does no more.
+
+    Raises:
+        ValueError: for skip_logits=True where the logits are all that is asked for, or are needed by the loss function.
+    """
     everything = isinstance(logits_to_keep, int) and logits_to_keep == 0
     ours = model.loss_function is causal_lm_loss
     if skip_logits is None and with_loss:
@@ -132,7 +136,8 @@ def skips_logits(
         raise ValueError("skip_logits=True leaves nothing to return: give labels or shift_labels.")
     elif skip_logits and not ours:
         raise ValueError("skip_logits=True, but the model's loss_function is not causal_lm_loss and needs logits.")
-    return skip_logits, skip_logits and everything and is_only_its_weights(model.lm_head)
+    without = skip_logits and everything and head_is_plain and is_only_its_weights(model.lm_head)
+    return skip_logits, without
 
 
 def _targets(of: Tensor, labels: Tensor | None, shift_labels: Tensor | None, ignore_index: int) -> Tensor:

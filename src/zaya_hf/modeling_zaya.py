@@ -654,8 +654,8 @@ class ZayaForCausalLM(ZayaPreTrainedModel, ZayaGenerationMixin, GenerationMixin)
         """
         head_is_plain, head_weight = type(self.lm_head) is ZayaLMHead, None
         with_loss = labels is not None or kwargs.get("shift_labels") is not None
-        without_logits = head_is_plain and skips_logits(self, with_loss, logits_to_keep, skip_logits)[1]
-        if without_logits and inputs_embeds is None and can_share(self.model.embed_tokens, self.lm_head, input_ids):
+        skip, without = skips_logits(self, with_loss, logits_to_keep, skip_logits, head_is_plain)
+        if without and inputs_embeds is None and can_share(self.model.embed_tokens, self.lm_head, input_ids):
             check_ids(input_ids, self.config.vocab_size)
             inputs_embeds, head_weight = look_up(self.model.embed_tokens, input_ids)
         outputs = self.model(
@@ -675,10 +675,10 @@ class ZayaForCausalLM(ZayaPreTrainedModel, ZayaGenerationMixin, GenerationMixin)
             self,
             outputs.last_hidden_state,
             labels,
-            head_is_plain=head_is_plain,
+            skip=skip,
+            without=without,
             head_weight=head_weight,
             logits_to_keep=logits_to_keep,
-            skip_logits=skip_logits,
             **kwargs,
         )
         return ZayaCausalLMOutput(

@@ -3,6 +3,7 @@
 `selection.use("reference")`, or ``ZAYA_OPS=reference`` in the environment, makes all of them run their definition.
 """
 
+from . import selection
 from .cca_mix import SegmentStates, cca_mix, initial_states, next_states
 from .cca_mix import op as _cca_mix
 from .experts import PackedExperts, can_compile_experts, compiled_experts, experts
@@ -21,6 +22,8 @@ OPERATORS = ("cca_mix", "experts", "linear", "linear_cross_entropy", "residual_n
 
 def backends() -> dict[str, tuple[str, str]]:
     """For each operator, the backend that runs and why."""
+    if selection.reference_only():
+        return dict.fromkeys(OPERATORS, ("reference", "ZAYA_OPS=reference"))
     return {
         "cca_mix": _cca_mix.backend(),
         "experts": _experts.backend(),

@@ -10,6 +10,9 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
+from torch import Tensor
+
 CHOICES = ("auto", "reference")
 
 
@@ -25,6 +28,22 @@ _chosen = _checked(os.environ.get("ZAYA_OPS") or "auto")
 def reference_only() -> bool:
     """Whether every operator has to run its definition."""
     return _chosen == "reference"
+
+
+def is_eager() -> bool:
+    """Whether no trace, compilation, transform of torch.func or forward-mode derivative is on: these cannot look into
+    functions that have their gradient written out, or operators that are not torch's usual ones."""
+    return (
+        not torch.compiler.is_compiling()
+        and not torch._C._get_tracing_state()
+        and not torch._C._are_functorch_transforms_active()
+        and torch.autograd.forward_ad._current_level < 0
+    )
+
+
+def are_plain(*tensors: Tensor | None) -> bool:
+    """Whether all are torch's own strided tensors or parameters, no subclass that has its own idea of operators."""
+    return all(t is None or (type(t) in (Tensor, torch.nn.Parameter) and t.layout == torch.strided) for t in tensors)
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import selection
 from ..numerics import promote, wide_dtype
 from . import reference
 
@@ -26,12 +27,9 @@ def covers(raw: Tensor, reach: Tensor | None, state: Tensor | None, index: Tenso
         and raw.numel() > 0
         and index is None
         and (state is None or (reach is None and not torch.is_grad_enabled()))
-        and not torch.compiler.is_compiling()
-        and not torch._C._get_tracing_state()
+        and selection.is_eager()
         and raw.device.type != "meta"
         and not torch.is_autocast_enabled(raw.device.type)
-        and not torch._C._are_functorch_transforms_active()
-        and torch.autograd.forward_ad._current_level < 0
     )
 
 
@@ -48,7 +46,7 @@ def mix_queries_and_keys(
     reach: Tensor | None = None,
     state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Queries ``[B, H, S, D]`` and keys ``[B, G, S, D]`` from raw ones, as `reference.cca_mix` makes them.
+    """Queries ``[B, H, S, D]`` and keys ``[B, G, S, D]`` from raw ones, as `reference.mix_queries_and_keys` makes them.
 
     Args:
         raw: ``[B, S, C]``, queries first.

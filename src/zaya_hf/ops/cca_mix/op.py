@@ -27,35 +27,38 @@ def cca_mix(
     reach: Tensor | None = None,
     states: SegmentStates | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values for attention from the projections; see `reference.cca_mix`."""
-    state, index = (None, None) if states is None else (states.qk, states.index)
+    """Queries, keys and values for attention from the four projections.
+
+    Both convolutions are linear and padded once, with zeros before the first, so a token at reach r reads zeros for
+    every raw column beyond r, and the depthwise bias alone where the second convolution looks before the first token.
+
+    Args:
+        raw: ``[B, S, C]`` projected queries, then keys.
+        value_current, value_delayed: ``[B, S, W]`` each.
+        depthwise_weight, depthwise_bias: ``[C, 1, k0]``, ``[C]``.
+        grouped_weight, grouped_bias: ``[C, D, k1]``, ``[C]``; one group per head.
+        temperature: ``[G]`` factor on the normalised keys; with `clamp_temperature` exp(clamp(t, 1e-7, 2)).
+        cos, sin: ``[B or 1, S, R]`` with R <= D even; the first R dimensions of each head are rotated (half-split
+            pairs).
+        value_of_nothing: ``[W]`` delayed value before the first token; None: zeros.
+        reach: ``[B, S]``, see `reference.earlier_tokens`.
+        states: the past of the segments that have one.
+
+    Returns:
+        ``[B, H, S, D]``, ``[B, G, S, D]`` and ``[B, G, S, D]``, in the dtype of `raw`. Normalisation, temperature and
+        rotation run in fp32 or wider.
+    """
     weights = (depthwise_weight, depthwise_bias, grouped_weight, grouped_bias)
-    if selection.reference_only() or not fused.covers(raw, reach, state, index):
-        return reference.cca_mix(
-            raw,
-            value_current,
-            value_delayed,
-            depthwise_weight=depthwise_weight,
-            depthwise_bias=depthwise_bias,
-            grouped_weight=grouped_weight,
-            grouped_bias=grouped_bias,
-            temperature=temperature,
-            cos=cos,
-            sin=sin,
-            head_dim=head_dim,
-            clamp_temperature=clamp_temperature,
-            value_of_nothing=value_of_nothing,
-            reach=reach,
-            states=states,
-        )
     scale = reference.key_scale(temperature, clamp_temperature)
-    query, key = fused.mix_queries_and_keys(raw, *weights, scale, cos, sin, head_dim, reach, state)
+    state, index = (None, None) if states is None else (states.qk, states.index)
+    if not selection.reference_only() and fused.covers(raw, reach, state, index):
+        query, key = fused.mix_queries_and_keys(raw, *weights, scale, cos, sin, head_dim, reach, state)
+    else:
+        query, key = reference.mix_queries_and_keys(raw, *weights, scale, cos, sin, head_dim, reach, states)
     value = reference.delayed_values(value_current, value_delayed, head_dim, value_of_nothing, reach, states)
     return query, key, value
 
 
 def backend() -> tuple[str, str]:
     """What runs, and why."""
-    if selection.reference_only():
-        return "reference", "ZAYA_OPS=reference"
     return "fused", "few passes over memory, its own gradient; the reference for documents that go on from a cache"

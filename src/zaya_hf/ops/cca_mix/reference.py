@@ -89,51 +89,6 @@ def earlier_tokens(
     return shifted if nothing is None else torch.where(found[..., None], shifted, nothing.to(x.dtype))
 
 
-def cca_mix(
-    raw: Tensor,
-    value_current: Tensor,
-    value_delayed: Tensor,
-    *,
-    depthwise_weight: Tensor,
-    depthwise_bias: Tensor,
-    grouped_weight: Tensor,
-    grouped_bias: Tensor,
-    temperature: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    head_dim: int,
-    clamp_temperature: bool = False,
-    value_of_nothing: Tensor | None = None,
-    reach: Tensor | None = None,
-    states: SegmentStates | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values for attention from the four projections.
-
-    Both convolutions are linear and padded once, with zeros before the first, so a token at reach r reads zeros for
-    every raw column beyond r, and the depthwise bias alone where the second convolution looks before the first token.
-
-    Args:
-        raw: ``[B, S, C]`` projected queries, then keys.
-        value_current, value_delayed: ``[B, S, W]`` each.
-        depthwise_weight, depthwise_bias: ``[C, 1, k0]``, ``[C]``.
-        grouped_weight, grouped_bias: ``[C, D, k1]``, ``[C]``; one group per head.
-        temperature: ``[G]`` factor on the normalised keys; with `clamp_temperature` exp(clamp(t, 1e-7, 2)).
-        cos, sin: ``[B or 1, S, R]`` with R <= D even; the first R dimensions of each head are rotated (half-split
-            pairs).
-        value_of_nothing: ``[W]`` delayed value before the first token; None: zeros.
-        reach: ``[B, S]``, see `earlier_tokens`.
-        states: the past of the segments that have one.
-
-    Returns:
-        ``[B, H, S, D]``, ``[B, G, S, D]`` and ``[B, G, S, D]``, in the dtype of `raw`. Normalisation, temperature and
-        rotation run in fp32 or wider.
-    """
-    weights = (depthwise_weight, depthwise_bias, grouped_weight, grouped_bias)
-    scale = key_scale(temperature, clamp_temperature)
-    query, key = mix_queries_and_keys(raw, *weights, scale, cos, sin, head_dim, reach, states)
-    return query, key, delayed_values(value_current, value_delayed, head_dim, value_of_nothing, reach, states)
-
-
 def mix_queries_and_keys(
     raw: Tensor,
     depthwise_weight: Tensor,
@@ -147,7 +102,11 @@ def mix_queries_and_keys(
     reach: Tensor | None = None,
     states: SegmentStates | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Queries ``[B, H, S, D]`` and keys ``[B, G, S, D]`` of `cca_mix`; `key_scale` ``[G]`` is in fp32 or wider."""
+    """Queries ``[B, H, S, D]`` and keys ``[B, G, S, D]`` of `op.cca_mix`, which says what each argument is.
+
+    Args:
+        key_scale: ``[G]``, fp32 or wider: factor on the normalised keys.
+    """
     batch_size, length, channels = raw.shape
     dtype = raw.dtype
     groups = key_scale.shape[0]

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import selection
 from ..linear import PackedWeight, Transient, linear, product
 
 
@@ -22,11 +23,8 @@ def covers(x: Tensor) -> bool:
         x.device.type == "cpu"
         and type(x) is Tensor
         and x.shape[0] > 0
-        and not torch.compiler.is_compiling()
-        and not torch._C._get_tracing_state()
+        and selection.is_eager()
         and not torch.is_autocast_enabled("cpu")
-        and not torch._C._are_functorch_transforms_active()
-        and torch.autograd.forward_ad._current_level < 0
     )
 
 

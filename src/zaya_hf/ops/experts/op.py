@@ -33,6 +33,4 @@ def experts(
 
 def backend() -> tuple[str, str]:
     """What runs, and why."""
-    if selection.reference_only():
-        return "reference", "ZAYA_OPS=reference"
     return "grouped", "on a CPU; elsewhere what experts_implementation names"

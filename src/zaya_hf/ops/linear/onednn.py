@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import selection
+
 #: multiplications below which the call costs more than it saves: 10 us, against 2 us of torch's own product
 FEWEST_MULTIPLICATIONS = 1_200_000
 
@@ -45,20 +47,12 @@ def is_unwatched(x: Tensor, weight: Tensor) -> bool:
     these know torch's own product and not oneDNN's."""
     return bool(
         x.device.type == weight.device.type == "cpu"
-        and _is_plain(x)
-        and _is_plain(weight)
-        and not torch.compiler.is_compiling()
-        and not torch._C._get_tracing_state()
+        and selection.is_eager()
+        and selection.are_plain(x, weight)
         and not torch.is_autocast_enabled("cpu")
         and torch._C._len_torch_dispatch_stack() == 0
-        and not torch._C._are_functorch_transforms_active()
-        and torch.autograd.forward_ad._current_level < 0
         and torch.backends.mkldnn.enabled
     )
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    return type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

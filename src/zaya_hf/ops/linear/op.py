@@ -66,8 +66,6 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 
 def backend() -> tuple[str, str]:
     """What runs, and why."""
-    if selection.reference_only():
-        return "reference", "ZAYA_OPS=reference"
     if onednn.is_available():
         return "onednn", "fp32 products on a CPU; torch's own elsewhere"
     return "reference", "this build of torch has no oneDNN"

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import selection
 from ..linear import linear, product
 from ..numerics import wide_dtype
 from . import reference
@@ -35,14 +36,11 @@ def covers(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor,
     tensors = [hidden, weight, targets] if bias is None else [hidden, weight, targets, bias]
     floats = {tensor.dtype for tensor in tensors if tensor is not targets}
     return (
-        all(type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout == torch.strided for tensor in tensors)
+        selection.is_eager()
+        and selection.are_plain(*tensors)
         and len({tensor.device for tensor in tensors}) == 1
         and hidden.device.type != "meta"
         and (len(floats) == 1 or (torch.float64 not in floats and (wide_logits or _autocasts(hidden))))
-        and not torch.compiler.is_compiling()
-        and not torch.jit.is_tracing()
-        and not torch._C._are_functorch_transforms_active()
-        and torch.autograd.forward_ad._current_level < 0
     )
 
 

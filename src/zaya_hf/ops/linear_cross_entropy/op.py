@@ -42,6 +42,4 @@ def linear_cross_entropy(
 
 def backend() -> tuple[str, str]:
     """What runs, and why."""
-    if selection.reference_only():
-        return "reference", "ZAYA_OPS=reference"
     return "chunked", "all but traces, transforms of torch.func and tensor subclasses"

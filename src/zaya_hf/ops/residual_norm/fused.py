@@ -11,18 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import selection
 from ..numerics import promote, wide_dtype
 
 
 def covers(*tensors: Tensor | None) -> bool:
     """Plain tensors outside of traces and transforms."""
-    return (
-        not torch.compiler.is_compiling()
-        and all(t is None or type(t) in (Tensor, torch.nn.Parameter) for t in tensors)
-        and not torch._C._get_tracing_state()
-        and not torch._C._are_functorch_transforms_active()
-        and torch.autograd.forward_ad._current_level < 0
-    )
+    return selection.is_eager() and selection.are_plain(*tensors)
 
 
 def residual_merge(

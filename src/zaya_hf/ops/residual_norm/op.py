@@ -31,6 +31,4 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = 
 
 def backend() -> tuple[str, str]:
     """What runs, and why."""
-    if selection.reference_only():
-        return "reference", "ZAYA_OPS=reference"
     return "fused", "few passes over memory, its own gradients; the reference while compiling"
