@@ -6,12 +6,16 @@ The reference is always the model's own run without a cache over the whole seque
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from unittest import mock
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import Cache, DynamicCache, StaticCache
 
-from zaya_hf import ZayaForCausalLM
+from zaya_hf import ZayaForCausalLM, attention, attention_masks, history, prepared_masks, static_layers, visibility
+from zaya_hf import cache as cache_module
 from zaya_hf.testing import RecordedRun, assert_equal_logits, random_ids, record_run, redraw, tiny_config
 
 KINDS = {
@@ -45,8 +49,10 @@ def assert_close(got, want, **kwargs) -> None:
     assert_equal_logits(got, want, atol=1e-9 if logits.dtype == torch.float64 else 3e-5, **kwargs)
 
 
-def cache_for(model: ZayaForCausalLM, recording: bool = False) -> DynamicCache:
-    cache = DynamicCache(config=model.config)
+def cache_for(model: ZayaForCausalLM, recording: bool = False, kind: str = "dynamic", room: int = 40) -> Cache:
+    """A new cache of the kind "dynamic" or "static", the latter for `room` tokens."""
+    config = model.config
+    cache = DynamicCache(config=config) if kind == "dynamic" else StaticCache(config=config, max_cache_len=room)
     if recording:
         cache.activate_past_recording()
     return cache
@@ -78,7 +84,17 @@ def left_padded(*lengths: int, width: int | None = None) -> tuple[torch.Tensor, 
     return ids.masked_fill(~mask, 0), mask.long()
 
 
-def contents(cache: DynamicCache) -> list:
+@contextmanager
+def as_traced() -> Iterator[None]:
+    """Let the package take the ways of a compiled call, without a compiler: no number may be read from the cache."""
+    modules = (attention, attention_masks, cache_module, history, prepared_masks, static_layers, visibility)
+    with ExitStack() as stack:
+        for module in modules:
+            stack.enter_context(mock.patch.object(module, "is_tracing", return_value=True))
+        yield
+
+
+def contents(cache: Cache) -> list:
     """Everything a cache holds, copied."""
     layers = []
     for layer in cache.layers:
@@ -89,11 +105,11 @@ def contents(cache: DynamicCache) -> list:
     return [layers, history.length, rows, [layer.get_seq_length() for layer in cache.layers]]
 
 
-def assert_same_contents(cache: DynamicCache, before: list) -> None:
+def assert_same_contents(cache: Cache, before: list) -> None:
     torch.testing.assert_close(contents(cache), before, rtol=0, atol=0)
 
 
-def assert_crop_refused(cache: DynamicCache, tokens: int, match: str) -> None:
+def assert_crop_refused(cache: Cache, tokens: int, match: str) -> None:
     """`crop` raises, and nothing has changed."""
     before = contents(cache)
     with pytest.raises(RuntimeError, match=match):

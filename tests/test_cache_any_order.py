@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from dataclasses import dataclass
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cached_runs import KINDS, assert_close, assert_crop_refused, cache_for, model_of, uncached
+from cached_runs import KINDS, as_traced, assert_close, assert_crop_refused, cache_for, model_of, uncached
 from zaya_hf.testing import random_ids, record_run
 
 
@@ -50,14 +52,16 @@ def padding_behind_tokens(rows: Rows) -> bool:
     return bool(((rows.mask == 0) & (rows.mask.cumsum(1) > 0)).any())
 
 
+@pytest.mark.parametrize("kind", ["dynamic", "static", "static, some calls traced"])
 @given(data=st.data())
-def test_any_order_of_feeding_cropping_and_moving_rows(data):
+def test_any_order_of_feeding_cropping_and_moving_rows(kind, data):
     model = model_of(data.draw(st.sampled_from(sorted(KINDS))), torch.float64)
     batch = data.draw(st.integers(1, 3))
     empty = torch.zeros(batch, 0, dtype=torch.long)
-    rows, cache = Rows(empty, empty, empty), cache_for(model, recording=True)
+    recording = data.draw(st.booleans())
+    rows, cache = Rows(empty, empty, empty), cache_for(model, recording, kind.split(",")[0], room=60)
     cropped_to = 0  # nothing before the last crop can be cropped again
-    operations = ["feed", "feed", "feed", "crop", "crop", "reorder", "repeat", "select", "fork"]
+    operations = ["feed", "feed", "feed", "reorder", "repeat", "select", "fork", *(["crop", "crop"] * recording)]
     with torch.no_grad():
         for step in range(data.draw(st.integers(2, 10))):
             operation = data.draw(st.sampled_from(operations)) if step else "feed"
@@ -66,7 +70,9 @@ def test_any_order_of_feeding_cropping_and_moving_rows(data):
                 new = draw_tokens(data, rows, seed=step)
                 rows = rows.extended(new)
                 mask = rows.mask if data.draw(st.booleans()) else new.mask
-                got = record_run(model, new.ids, attention_mask=mask, position_ids=new.positions, cache=cache)
+                traced = kind.endswith("traced") and data.draw(st.booleans())
+                with as_traced() if traced else nullcontext():
+                    got = record_run(model, new.ids, attention_mask=mask, position_ids=new.positions, cache=cache)
                 for row in range(batch):  # alone, without padding and in one call
                     real, count = rows.mask[row].bool(), int(new.mask[row].sum())
                     alone = rows[row : row + 1, real]

@@ -14,6 +14,7 @@ from cached_runs import KINDS, assert_close, assert_same_contents, cache_for, co
 from zaya_hf import ZayaForCausalLM
 from zaya_hf.cache_growth import SMALLEST_ROOM, appended, with_room
 from zaya_hf.testing import RecordedRun, random_ids, record_run
+from zaya_hf.visibility import Visibility
 
 
 @pytest.fixture(params=KINDS)
@@ -104,13 +105,14 @@ def test_a_copied_layer_and_its_original_never_write_into_each_other(model, name
     """Tokens in turns, a crop, tokens in turns: each layer has its own behind the common ones."""
     cache = cache_for(model, recording=True)
     feed(model, cache, random_ids(2, 10), [9, 1])
+    seen = Visibility(2, 1, torch.zeros(1, 1), key_lengths={"hybrid": 1, "hybrid_sliding": 1})
     for original in cache.layers:
         copied = COPIES[name](original)
         want = {id(layer): layer.keys.clone() for layer in (original, copied)}
         for step in range(4):
             for sign, layer in ((1, original), (-1, copied)):
                 new = tokens(2, 2, 1, 16, start=100 + step) * sign
-                layer.update(new, -new, num_keys=1)
+                layer.update(new, -new, seen)
                 want[id(layer)] = torch.cat([want[id(layer)], new], dim=2)
             if step == 2:
                 original.keys, original.values = original.keys[:, :, :-3], original.values[:, :, :-3]

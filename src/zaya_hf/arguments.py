@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,12 +30,15 @@ OTHER_NAMES = {
 }
 
 
-def check_names(arguments: Iterable[str]) -> None:
-    """Refuse names of arguments that nobody reads although they speak of documents or padding.
+def check_names(arguments: Mapping[str, Any]) -> None:
+    """Refuse further arguments that nobody reads although they speak of documents or padding, and what ZAYA is not.
 
     Raises:
         TypeError: naming the right argument.
+        ValueError: for ``is_causal=False``.
     """
+    if arguments.get("is_causal") is False:
+        raise ValueError("is_causal=False: ZAYA has no bidirectional form, its convolutions look backwards only.")
     for name in arguments:
         if name in OTHER_NAMES:
             raise TypeError(f"forward() does not know {name!r}; pass it as {OTHER_NAMES[name]}.")
@@ -68,14 +72,72 @@ def check_ids(input_ids: Tensor | None, vocab_size: int) -> None:
         raise ValueError(f"input_ids have shape {tuple(input_ids.shape)}; expected [rows, tokens].")
     if input_ids is not None and (input_ids.is_floating_point() or input_ids.dtype == torch.bool):
         raise ValueError(f"input_ids have dtype {input_ids.dtype}; expected int64 or int32.")
-    if input_ids is None or is_tracing(input_ids) or input_ids.numel() == 0:
-        return
-    if input_ids.device.type != "cpu" and os.environ.get("ZAYA_DEBUG") != "1":
-        return
-    low, high = (int(bound) for bound in input_ids.aminmax())
-    if low < 0 or high >= vocab_size:
-        wrong = low if low < 0 else high
+    wrong = None if input_ids is None else _outside(input_ids, 0, vocab_size - 1)
+    if wrong is not None:
         raise ValueError(f"input_ids contain {wrong}; ids must lie in 0 ... {vocab_size - 1}.")
+
+
+def check_embeds(inputs_embeds: Tensor, hidden_size: int) -> None:
+    """Refuse embeddings that are not ``[rows, tokens, hidden_size]``.
+
+    Raises:
+        ValueError: naming the shape.
+    """
+    if inputs_embeds.ndim != 3 or inputs_embeds.shape[-1] != hidden_size:
+        given = tuple(inputs_embeds.shape)
+        raise ValueError(f"inputs_embeds have shape {given}; expected [rows, tokens, {hidden_size}].")
+
+
+def slots_per_layer(
+    routed_experts: Tensor | Sequence[Tensor] | None, of: Tensor, num_layers: int, num_experts: int
+) -> list[Tensor | None]:
+    """The slots that each layer's router is told to take, ``[B, S]`` int64, or None.
+
+    Args:
+        routed_experts: ``[B, S, layers]`` or ``[B, S, layers, 1]`` of any integer dtype, or ``[B, S]`` for each layer.
+        of: ``[B, S, ...]``, the tokens of the call.
+        num_layers, num_experts: of the model.
+
+    Raises:
+        ValueError: for other shapes and dtypes; for slots outside -1 ... num_experts where `check_ids` would look.
+        TypeError: for what is neither a tensor nor tensors.
+    """
+    if routed_experts is None:
+        return [None] * num_layers
+    expected = f"[{of.shape[0]}, {of.shape[1]}, {num_layers}]"
+    if not isinstance(routed_experts, Tensor):
+        layers = list(routed_experts) if isinstance(routed_experts, Sequence) else [routed_experts]
+        if not layers or not all(isinstance(layer, Tensor) for layer in layers):
+            raise TypeError(f"routed_experts have to be a tensor {expected}, or one tensor per layer.")
+        if len({layer.shape for layer in layers}) > 1:
+            shapes = ", ".join(str(tuple(layer.shape)) for layer in layers)
+            raise ValueError(f"routed_experts have one tensor per layer, of different shapes: {shapes}.")
+        routed_experts = torch.stack([layer.to(of.device) for layer in layers], dim=-1)
+    shape = tuple(routed_experts.shape)
+    if shape[:3] != (*of.shape[:2], num_layers) or shape[3:] not in ((), (1,)):
+        raise ValueError(
+            f"routed_experts have shape {shape}; expected {expected}, that is, rows, tokens of this call, layers."
+        )
+    if routed_experts.dtype == torch.bool or routed_experts.is_floating_point() or routed_experts.is_complex():
+        raise ValueError(f"routed_experts have dtype {routed_experts.dtype}; expected int64 or another integer.")
+    wrong = _outside(routed_experts, -1, num_experts)
+    if wrong is not None:
+        raise ValueError(
+            f"routed_experts contain {wrong}; slots lie in 0 ... {num_experts - 1}, {num_experts} skips the experts, "
+            "-1 leaves the choice to the router."
+        )
+    slots = routed_experts.view(*shape[:3]).to(of.device, torch.long)
+    return list(slots.unbind(-1))
+
+
+def _outside(values: Tensor, lowest: int, highest: int) -> int | None:
+    """A value outside the bounds, if there is one and looking is free, or asked for with ZAYA_DEBUG=1."""
+    if is_tracing(values) or values.numel() == 0:
+        return None
+    if values.device.type != "cpu" and os.environ.get("ZAYA_DEBUG") != "1":
+        return None
+    low, high = (int(bound) for bound in values.aminmax())
+    return low if low < lowest else high if high > highest else None
 
 
 def without_boundary_targets(labels: Tensor, segments: Tensor | None, ignore_index: int = -100) -> Tensor:
@@ -91,6 +153,5 @@ def without_boundary_targets(labels: Tensor, segments: Tensor | None, ignore_ind
     """
     if segments is None or segments.shape != labels.shape:
         return labels
-    first = torch.ones_like(segments, dtype=torch.bool)
-    first[:, 1:] = segments[:, 1:] != segments[:, :-1]
+    first = segments != torch.nn.functional.pad(segments, (1, 0), value=PADDING - 1)[:, :-1]
     return labels.masked_fill((first | (segments == PADDING)).to(labels.device), ignore_index)

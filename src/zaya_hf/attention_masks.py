@@ -40,13 +40,14 @@ def is_free_to_read(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and not is_tracing(tensor)
 
 
-def key_ranges(config, length: int, past: int, cache) -> dict[str, tuple[int, int]]:
-    """By layer type, how many keys its layers return in this call, and the absolute index of the first."""
+def key_ranges(config, length: int, past: int, cache, fixed: bool = False) -> dict[str, tuple[int, Any]]:
+    """By layer type, how many keys its layers return in this call, and the absolute index of the first; for `fixed`
+    see `visibility.describe`."""
     ranges = {}
     for layer_type in dict.fromkeys(config.layer_types):
         keys, first = past + length, 0
         if cache is not None:
-            keys, first = cache.layers[config.layer_types.index(layer_type)].get_mask_sizes(length)
+            keys, first = cache.layers[config.layer_types.index(layer_type)].key_range(length, fixed)
         ranges[layer_type] = keys, first
     return ranges
 
@@ -59,6 +60,7 @@ def document_masks(
     past: int,
     dtype: torch.dtype,
     device: torch.device,
+    fixed: bool = False,
 ) -> dict[str, Any]:
     """Causal masks inside documents, by layer type. A padding query sees itself, so that no softmax runs over nothing.
     Where attention can go without a mask over all pairs, there is an `attention.Plan` in its place.
@@ -68,13 +70,14 @@ def document_masks(
         ranges: from `key_ranges`.
         past: L.
         dtype: of additive masks.
+        fixed: whether keys may lie before the first token and behind the last one, which are hidden.
 
     Raises:
         ValueError: for an attention implementation that would ignore padding or documents.
     """
     name, length = config._attn_implementation, visible.sequence_length
     if name not in ALL_MASK_ATTENTION_FUNCTIONS:
-        if all_segments is not None:
+        if all_segments is not None or fixed:
             raise ValueError(
                 f"attention implementation {name!r} has no mask function, so padding and documents would be ignored; "
                 "register one under the same name with transformers.AttentionMaskInterface.register."
@@ -82,7 +85,7 @@ def document_masks(
         return dict.fromkeys(ranges)
     masks: dict[str, Any] = {}
     # Not while tracing: lengths and values of the trace would be baked in.
-    may_look = name == "sdpa" and not is_tracing()
+    may_look = name == "sdpa" and not is_tracing() and not fixed
     pieces = None
     if may_look and all_segments is not None and not past and attention.plans_are_possible():
         pieces = worthwhile_pieces(all_segments)
@@ -98,7 +101,7 @@ def document_masks(
             kv_length=keys,
             q_offset=past,
             kv_offset=first,
-            mask_function=document_mask(all_segments, window),
+            mask_function=document_mask(all_segments, window, fixed),
             attention_mask=_flash_keys(name, all_segments, length),
             local_size=window,
             allow_is_causal_skip=False,
@@ -133,12 +136,16 @@ def worthwhile_pieces(segment: Tensor) -> tuple[tuple[int, int, bool], ...] | No
     return pieces if pairs and cost < segment.numel() * segment.shape[1] else None
 
 
-def document_mask(all_segments: Tensor | None, window: int | None) -> Callable[..., Tensor]:
+def document_mask(all_segments: Tensor | None, window: int | None, any_index: bool = False) -> Callable[..., Tensor]:
     """Index-based mask function in transformers' sense: (batch, head, query, key) -> bool. Indices are absolute, cached
-    tokens first. A window of n covers the query and the n - 1 real tokens before it."""
+    tokens first; with `any_index` those of keys may be negative, which are hidden. A window of n covers the query and
+    the n - 1 real tokens before it."""
     rank = None if all_segments is None or window is None else _rank(all_segments)
 
     def may_attend(batch_idx: Tensor, head_idx: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        exists = kv_idx >= 0
+        if any_index:
+            kv_idx = kv_idx.clamp_min(0)
         allowed = kv_idx <= q_idx
         if window is not None and rank is not None:
             allowed = allowed & (rank[batch_idx, kv_idx] > rank[batch_idx, q_idx] - window)
@@ -147,7 +154,7 @@ def document_mask(all_segments: Tensor | None, window: int | None) -> Callable[.
         if all_segments is not None:
             query, key = all_segments[batch_idx, q_idx], all_segments[batch_idx, kv_idx]
             allowed = (allowed & (query == key) & (query != PADDING)) | (q_idx == kv_idx)
-        return allowed
+        return allowed & exists if any_index else allowed
 
     return may_attend
 

@@ -1,283 +1,45 @@
-"""What CCA adds to the transformers cache: two convolution states per layer, and the history of the rows.
+"""`adopt` makes a cache that a caller or ``generate`` made hold what ZAYA needs, in place.
 
-A layer of ZAYA needs, besides keys and values, the last ``k0 + k1 - 2`` columns of the raw query/key projection
-(``[B, C, k0 + k1 - 2]``) and the last delayed value (``[B, width, 1]``), both in the dtype of the activations. The
-library's hybrid layers hold such states, but lose them in several operations (repeating or selecting rows, resetting to
-another batch size, cropping, a state of width 0). The subclasses here do every operation on all of it. `adopt` puts
-them into a cache that a caller or ``generate`` made, in place; transformers' own table of layer types is left alone.
+Which is in `cache_layers` (growing) and `static_layers` (of a fixed size). transformers' own table of layer types is
+left alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from operator import attrgetter
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
-import torch
+from torch import Tensor
 from transformers.cache_utils import (
     Cache,
     DynamicCache,
-    DynamicLayer,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionAndStaticFullAttentionLayer,
+    LinearAttentionAndStaticSlidingWindowAttentionLayer,
+    StaticCache,
+)
+from transformers.utils.import_utils import is_tracing
+
+from .cache_layers import QK, CCALayerMixin, ZayaFullLayer, ZayaSlidingLayer
+from .history import RowHistory, StaticRowHistory
+from .static_layers import ZayaStaticFullLayer, ZayaStaticSlidingLayer
+
+WHAT_TO_PASS = (
+    "Pass DynamicCache(config=model.config) or StaticCache(config=model.config, max_cache_len=...), or no cache and "
+    "cache_implementation=None, 'offloaded', 'static' or 'offloaded_static'."
 )
 
-from .cache_growth import appended, with_room
-from .history import RowHistory
 
-QK, VALUE = 0, 1  # indices of the two convolution states
-
-WHAT_TO_PASS = "Pass DynamicCache(config=model.config), or no cache and no cache_implementation."
-
-
-# At run time the mixin stands beside each of the two library classes; type checkers are shown what those share.
-_LibraryLayer: Any = LinearAttentionAndFullAttentionLayer if TYPE_CHECKING else object
-
-
-class CCALayerMixin(_LibraryLayer):
-    """Convolution states, and all cache operations on states, keys, values and history together.
-
-    The history object is shared by all layers of a cache and changed by the first one (`owns_history`), which every
-    loop over layers visits first.
-    """
-
-    keys: Any
-    values: Any
-    device: Any
-    dtype: Any
-    history: RowHistory
-    owns_history: bool
-    #: what the config says about the shape of a cache, see `_shape_of`
-    model_shape: tuple[Any, ...]
-    #: memory in which keys and values grow, if they do; never another layer's
-    room: tuple[torch.Tensor | None, torch.Tensor | None]
-    #: raw columns since recording began or the last crop, the state before them included; None while not recording
-    recorded: list[torch.Tensor] | None
-
-    def bind(self, history: RowHistory, owns_history: bool, model_shape: tuple[Any, ...]) -> None:
-        self.history, self.owns_history, self.model_shape = history, owns_history, model_shape
-        self.recorded = None
-        self.room = (None, None)
-        self.number_of_states = 2
-        for states in (self.conv_states, self.recurrent_states, self.conv_kernel_size):
-            states.setdefault(VALUE, None)
-        for flags in (self.is_conv_states_initialized, self.is_recurrent_states_initialized, self.has_previous_state):
-            flags.setdefault(VALUE, False)
-
-    # ------------------------------------------------------------------------------------------- reading and writing
-    def states(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """``[B, C, k0 + k1 - 2]`` and ``[B, width]``, or None before the first token."""
-        if not self.has_previous_state[QK]:
-            return None
-        return self.conv_states[QK], self.conv_states[VALUE][..., 0]
-
-    def store(
-        self,
-        qk: torch.Tensor,
-        value: torch.Tensor,
-        before: tuple[torch.Tensor, torch.Tensor],
-        tokens: tuple[torch.Tensor, torch.Tensor],
-    ) -> None:
-        """Take over the states after a call.
-
-        Args:
-            qk, value: new states, ``[B, C, k0 + k1 - 2]`` and ``[B, width]``.
-            before: the states that the call started from, same shapes.
-            tokens: raw columns of the call, ``[B, S, C]`` and ``[B, S, width]``; kept only while recording.
-        """
-        self.recorded, past = None, self.recorded
-        if self.record_past:
-            start = past or [before[QK], before[VALUE][..., None]]
-            pairs = zip(start, tokens, strict=True)
-            self.recorded = [torch.cat([old, new.transpose(1, 2)], dim=-1) for old, new in pairs]
-        for index, state in ((QK, qk), (VALUE, value[..., None])):
-            self.conv_states[index] = state
-            self.conv_kernel_size[index] = state.shape[-1]
-            self.is_conv_states_initialized[index] = self.has_previous_state[index] = True
-        self.device, self.dtype = qk.device, qk.dtype
-
-    def stored(self) -> int:
-        """Tokens whose keys and values the layer has seen."""
-        return self.keys.shape[-2] if self.is_initialized and self.keys.ndim == 4 else 0
-
-    def _append(self, keys: torch.Tensor, values: torch.Tensor, capacity: int) -> None:
-        """Put ``[B, G, S, D]`` behind the keys and values; see `appended`."""
-        self.keys, key_room = appended(self.keys, keys, self.room[0], capacity)
-        self.values, value_room = appended(self.values, values, self.room[1], capacity)
-        self.room = (key_room, value_room)
-
-    # ------------------------------------------------------------------------------------------------------- copies
-    def __copy__(self) -> CCALayerMixin:
-        """Both layers hold the same keys and values, so neither may grow in their memory any more."""
-        self.room = (None, None)
-        copied = object.__new__(type(self))
-        copied.__dict__.update(self.__dict__)
-        return copied
-
-    def __getstate__(self) -> dict[str, Any]:
-        """For pickling and `copy.deepcopy`: what is held, without the room behind it."""
-        state = dict(self.__dict__)
-        if any(room is not None for room in self.room):
-            state.update(keys=self.keys.clone(), values=self.values.clone(), room=(None, None))
-        return state
-
-    # --------------------------------------------------------------------------------------------------- operations
-    @property
-    def is_croppable(self) -> bool:
-        return bool(self.has_previous_state[QK])
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last `-tokens_to_remove` tokens of every row (transformers passes 0 or a negative number).
-
-        Raises:
-            RuntimeError: before anything changes, without `activate_past_recording()` before those tokens, beyond the
-                first recorded token, or when a row has padding behind real tokens (then "the last n" differ by row).
-        """
-        if tokens_to_remove > 0:
-            raise RuntimeError(f"crop takes 0 or a negative number of tokens to remove, not {tokens_to_remove}.")
-        remove = -tokens_to_remove
-        if self.recorded is None:
-            if remove == 0:
-                return
-            raise RuntimeError(
-                "crop needs activate_past_recording() on the cache before the tokens to remove were fed; a bare "
-                "DynamicCache() has no layers that could record its first call, DynamicCache(config=...) has."
-            )
-        available = self.recorded[VALUE].shape[-1] - 1
-        if remove > available:
-            raise RuntimeError(f"crop({tokens_to_remove}) reaches beyond the {available} tokens that were recorded.")
-        if self.owns_history and remove:
-            if self.history.has_holes():
-                raise RuntimeError("crop cannot remove tokens from rows that have padding behind real tokens.")
-            self.history.crop(remove)
-        self._crop_attention(remove)
-        self._crop_states(remove)
-
-    def _crop_states(self, remove: int) -> None:
-        assert self.recorded is not None
-        for index in (QK, VALUE):
-            columns, width = self.recorded[index], self.conv_kernel_size[index]
-            end = columns.shape[-1] - remove
-            self.recorded[index] = columns[..., end - width : end]
-            if remove == 0:
-                continue
-            state = self.recorded[index]
-            run = self.history.last_run(width) if width else None
-            if run is not None:  # what lies before the last document is not this document's past
-                age = torch.arange(width, 0, -1, device=state.device)
-                state = torch.where((age <= run[:, None])[:, None], state, 0)
-            self.conv_states[index] = state
-
-    def reset(self) -> None:
-        """Forget everything; the next prompt may have another batch size."""
-        if self.owns_history:
-            self.history.__init__()  # type: ignore[misc]
-        self.recorded = None
-        self.room = (None, None)
-        for index in (QK, VALUE):
-            self.conv_states[index] = None
-            self.is_conv_states_initialized[index] = self.has_previous_state[index] = False
-        super().reset()
-
-    def _map_rows(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        if self.owns_history:
-            self.history.map_rows(fn)
-        for index in (QK, VALUE):
-            if self.conv_states[index] is not None:
-                self.conv_states[index] = fn(self.conv_states[index])
-        if self.recorded is not None:
-            self.recorded = [fn(columns) for columns in self.recorded]
-        if self.is_initialized and self.keys is not None:
-            self._replace_attention(fn)
-
-    def _replace_attention(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Apply `fn` to keys and values; the memory they grew in is given up with them."""
-        self.keys, self.values, self.room = fn(self.keys), fn(self.values), (None, None)
-
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        self._map_rows(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self._map_rows(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        def select(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor[indices.to(tensor.device) if isinstance(indices, torch.Tensor) else indices]
-
-        self._map_rows(select)
-
-    # The states stay where they are: they are small, and a layer reads them before `Cache.update` has waited for the
-    # copy of a prefetch.
-    def offload(self) -> None:
-        """Move keys and values to the CPU."""
-        if self.is_initialized:
-            self._replace_attention(lambda tensor: tensor.to("cpu", non_blocking=True))
-
-    def prefetch(self) -> None:
-        """Move keys and values back to the device of the states."""
-        if self.is_initialized and self.keys.device != self.device:
-            self._replace_attention(lambda tensor: tensor.to(self.device, non_blocking=True))
-
-
-class ZayaFullLayer(CCALayerMixin, LinearAttentionAndFullAttentionLayer):  # type: ignore[override]
-    """States, keys and values of a layer with full attention."""
-
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
-        """``[B, G, S, D]`` keys and values in, all of them out: views that stay as they are while tokens only come."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        self._append(key_states, value_states, with_room(self.stored() + key_states.shape[-2]))
-        return self.keys, self.values
-
-    def _crop_attention(self, remove: int) -> None:
-        DynamicLayer.crop(self, -remove)
-
-
-class ZayaSlidingLayer(CCALayerMixin, LinearAttentionAndSlidingWindowAttentionLayer):  # type: ignore[override]
-    """States, keys and values of a layer with sliding-window attention.
-
-    The library keeps the last ``window - 1`` slots. After right padding those may be padding, so the last
-    ``window - 1`` real tokens of every row are kept instead.
-    """
-
-    def stored(self) -> int:
-        return self.cumulative_length
-
-    def _kept(self) -> int:
-        return min(super().stored(), self.history.slots_for(self.sliding_window - 1))
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        kept = self._kept()
-        return kept + query_length, self.cumulative_length - kept
-
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, num_keys: int, **kwargs):
-        """``[B, G, S, D]`` keys and values in; the last `num_keys`, which the mask of this call covers, out."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        total = super().stored() + key_states.shape[-2]
-        keep = total if self.record_past else self.history.slots_for(self.sliding_window - 1)
-        # Twice what is kept: the kept tokens wander through it, and are copied to its front when they reach the end.
-        self._append(key_states, value_states, with_room(total) if self.record_past else max(total, 2 * keep))
-        keys, values = self.keys, self.values
-        self.cumulative_length += key_states.shape[-2]
-        start = max(total - keep, 0)
-        self.keys, self.values = keys[:, :, start:], values[:, :, start:]
-        if start > keep:  # a view would keep a long prompt's keys alive until the next call
-            self._replace_attention(torch.clone)
-        first = total - num_keys
-        return keys[:, :, first:], values[:, :, first:]
-
-    def _crop_attention(self, remove: int) -> None:
-        end = self.keys.shape[-2] - remove
-        start = max(end - self.history.slots_for(self.sliding_window - 1), 0)
-        self.keys, self.values = self.keys[:, :, start:end], self.values[:, :, start:end]
-        self.cumulative_length -= remove
-
-
-#: library layer class -> ours, by layer type of the config
-KNOWN_LAYERS: dict[str, tuple[Any, Any]] = {
-    "hybrid": (LinearAttentionAndFullAttentionLayer, ZayaFullLayer),
-    "hybrid_sliding": (LinearAttentionAndSlidingWindowAttentionLayer, ZayaSlidingLayer),
+#: library layer class -> ours, by kind of cache and layer type of the config
+KNOWN_LAYERS: dict[type[Cache], dict[str, tuple[Any, Any]]] = {
+    DynamicCache: {
+        "hybrid": (LinearAttentionAndFullAttentionLayer, ZayaFullLayer),
+        "hybrid_sliding": (LinearAttentionAndSlidingWindowAttentionLayer, ZayaSlidingLayer),
+    },
+    StaticCache: {
+        "hybrid": (LinearAttentionAndStaticFullAttentionLayer, ZayaStaticFullLayer),
+        "hybrid_sliding": (LinearAttentionAndStaticSlidingWindowAttentionLayer, ZayaStaticSlidingLayer),
+    },
 }
 
 
@@ -285,7 +47,8 @@ def adopt(cache: Cache, config) -> RowHistory:
     """Make `cache` hold what ZAYA needs, in place, and return its row history. Cheap when already done.
 
     Args:
-        cache: a `DynamicCache`, made with this model's config (or transformers' own `ZayaConfig`) or bare.
+        cache: a `DynamicCache` or a `StaticCache`, made with this model's config (or transformers' own `ZayaConfig`); a
+            `DynamicCache` may also be bare.
         config: the model's `ZayaConfig`.
 
     Raises:
@@ -293,48 +56,69 @@ def adopt(cache: Cache, config) -> RowHistory:
         ValueError: for a cache that another model's config built or filled.
         RuntimeError: for a cache that a call left half-filled when it failed.
     """
-    if not isinstance(cache, DynamicCache):
+    kind = next((known for known in KNOWN_LAYERS if isinstance(cache, known)), None)
+    if kind is None:
         raise TypeError(
             f"ZAYA cannot use a cache of type {type(cache).__name__}: its layers do not hold convolution states. "
             + WHAT_TO_PASS
         )
-    shape = _shape_of(config)
     if cache.layers and isinstance(cache.layers[0], CCALayerMixin):
-        _check_adopted(cache, shape)
+        if not is_tracing():
+            _check_adopted(cache, _shape_of(config))
         return cache.layers[0].history
-    layer_types = config.layer_types
+    shape, layer_types = _shape_of(config), config.layer_types
     if not cache.layers:
         cache.layers = [_new_layer(config, layer_type) for layer_type in layer_types]
         cache.layer_class_to_replicate = None
-    _check_adoptable(cache, config)
-    history = RowHistory()
+    _check_adoptable(cache, config, KNOWN_LAYERS[kind])
+    history = RowHistory() if kind is DynamicCache else StaticRowHistory(_capacity(cache, config))
     for index, (layer, layer_type) in enumerate(zip(cache.layers, layer_types, strict=True)):
-        ours: Any = object.__new__(KNOWN_LAYERS[layer_type][1])
+        ours: Any = object.__new__(KNOWN_LAYERS[kind][layer_type][1])
         ours.__dict__.update(layer.__dict__)
         ours.bind(history, owns_history=index == 0, model_shape=shape)
         cache.layers[index] = ours
     return history
 
 
-_OF_SHAPE = attrgetter("sliding_window", "num_attention_heads", "num_key_value_heads", "head_dim", "layer_types")
-_OF_LOOK_BACK = attrgetter("cca_time0", "cca_time1")
-
-
 def _shape_of(config) -> tuple[Any, ...]:
     """What two models must share for a cache of one to fit the other. Read anew in every call: a config can change."""
-    *numbers, layer_types = _OF_SHAPE(config)
-    return (sum(_OF_LOOK_BACK(config)) - 2, *numbers, tuple(layer_types))
+    look_back = config.cca_time0 + config.cca_time1 - 2
+    heads = (config.num_attention_heads, config.num_key_value_heads, config.head_dim)
+    return (look_back, config.sliding_window, *heads, tuple(config.layer_types))
 
 
-def _check_adopted(cache: DynamicCache, shape: tuple[Any, ...]) -> None:
+def _capacity(cache: Cache, config) -> int:
+    """Tokens that a static cache can hold. A sliding layer knows no more than its window; of a cache with no others,
+    the model's context length is taken."""
+    pairs = zip(config.layer_types, cache.layers, strict=True)
+    sizes = {layer_type: cast(Any, layer).max_cache_len for layer_type, layer in pairs}
+    if "hybrid" in sizes:
+        return sizes["hybrid"]
+    known = sizes["hybrid_sliding"] < config.sliding_window
+    return sizes["hybrid_sliding"] if known else config.max_position_embeddings
+
+
+def _check_adopted(cache: Cache, shape: tuple[Any, ...]) -> None:
     first, last = layer_of(cache, 0), layer_of(cache, -1)
     if first.model_shape != shape:
         raise ValueError(f"the cache was made for another ZAYA model, whose layers have other shapes. {WHAT_TO_PASS}")
-    if last.stored() != first.history.length:
+    if not last.is_in_step():
         raise RuntimeError("a call that failed left the cache half-filled; reset() it and feed its tokens again.")
 
 
-def _check_adoptable(cache: DynamicCache, config) -> None:
+NO_PREFIX = (
+    "it gives keys and values to go on from, and no convolution states that would belong to them; use LoRA "
+    "(zaya_hf.training.lora_targets) or prompt tuning."
+)
+
+
+def _check_adoptable(cache: Cache, config, known_layers: dict[str, tuple[Any, Any]]) -> None:
+    first: Any = cache.layers[0]
+    if not hasattr(first, "conv_states") and first.is_initialized and first.get_seq_length():
+        raise ValueError(
+            "the cache holds keys and values without convolution states: another kind of model filled it, or prefix "
+            f"tuning. {WHAT_TO_PASS} As for prefix tuning, {NO_PREFIX}"
+        )
     if len(cache.layers) != config.num_hidden_layers:
         raise ValueError(
             f"the cache has {len(cache.layers)} layers, the model {config.num_hidden_layers}: it was made for another "
@@ -342,25 +126,31 @@ def _check_adoptable(cache: DynamicCache, config) -> None:
         )
     for index, layer_type in enumerate(config.layer_types):
         layer: Any = cache.layers[index]
-        known, _ = KNOWN_LAYERS[layer_type]
+        known, _ = known_layers[layer_type]
         if type(layer) is not known:
             raise ValueError(
                 f"layer {index} of the cache is a {type(layer).__name__}, but the model has a {layer_type!r} layer "
                 f"there: the cache was made for another model. {WHAT_TO_PASS}"
             )
-        if layer.is_initialized or any(layer.is_conv_states_initialized.values()):
+        if any(layer.is_conv_states_initialized.values()) or (layer.is_initialized and layer.get_seq_length()):
             raise ValueError(
                 f"the cache was filled by another model class; its states cannot be taken over. {WHAT_TO_PASS}"
             )
-        if layer_type == "hybrid_sliding" and layer.sliding_window != config.sliding_window:
-            raise ValueError(
-                f"layer {index} of the cache has a window of {layer.sliding_window}, the model "
-                f"{config.sliding_window}. {WHAT_TO_PASS}"
-            )
+        if layer_type == "hybrid_sliding":
+            # a static layer knows the smaller one of its window and the length of the cache
+            window = layer.max_cache_len if isinstance(cache, StaticCache) else layer.sliding_window
+            wanted = config.sliding_window
+            if isinstance(cache, StaticCache):
+                wanted = min(wanted, _capacity(cache, config))
+            if window != wanted:
+                raise ValueError(
+                    f"layer {index} of the cache has a window of {window}, the model {config.sliding_window}. "
+                    f"{WHAT_TO_PASS}"
+                )
 
 
 def _new_layer(config, layer_type: str):
-    library_class, _ = KNOWN_LAYERS[layer_type]
+    library_class, _ = KNOWN_LAYERS[DynamicCache][layer_type]
     window = {"sliding_window": config.sliding_window} if layer_type == "hybrid_sliding" else {}
     return library_class(number_of_states=2, **window)
 
@@ -368,7 +158,10 @@ def _new_layer(config, layer_type: str):
 def one_cache(cache: Cache | None, past_key_values: Cache | None) -> Cache | None:
     """The cache, under whichever of its two names it came. Raises ValueError for two different ones."""
     if cache is not None and past_key_values is not None and cache is not past_key_values:
-        raise ValueError("cache and past_key_values are two names of one argument, but two caches were given.")
+        raise ValueError(
+            "cache and past_key_values are two names of one argument, but two caches were given; where one is PEFT's, of "
+            f"prefix tuning: {NO_PREFIX}"
+        )
     return past_key_values if cache is None else cache
 
 
@@ -377,12 +170,25 @@ def layer_of(cache: Cache, index: int) -> CCALayerMixin:
     return cast(CCALayerMixin, cache.layers[index])
 
 
-def check_batch(cache: Cache, batch_size: int) -> None:
-    """Refuse a call whose batch size is not the cache's.
+def check_call(cache: Cache, x: Tensor) -> None:
+    """Refuse a call that does not fit an adopted cache, before anything changes.
+
+    Args:
+        x: ``[B, S, hidden_size]`` of the call.
 
     Raises:
-        ValueError: naming both sizes.
+        ValueError: naming both batch sizes; and for more tokens than a static cache has slots for (which a compiled or
+            exported call cannot see); and for an offloaded cache of a model on the CPU.
     """
+    batch_size, tokens = x.shape[:2]
+    if cache.offloading and x.device.type == "cpu":
+        raise ValueError("the cache offloads keys and values to the CPU, but the model is on the CPU; leave that out.")
+    history = layer_of(cache, 0).history
+    if isinstance(history, StaticRowHistory) and not is_tracing() and history.length + tokens > history.capacity:
+        raise ValueError(
+            f"the static cache holds {history.length} of at most {history.capacity} tokens, and the call has {tokens}; "
+            "make one with a larger max_cache_len, or reset() it."
+        )
     states = layer_of(cache, 0).states()
     rows = batch_size if states is None else states[QK].shape[0]
     if rows != batch_size:

@@ -23,8 +23,9 @@ from transformers.utils import output_capturing
 from transformers.utils.import_utils import is_tracing
 
 from . import attention, fusing, ops
-from .cache import CCALayerMixin, layer_of
+from .cache import layer_of
 from .cache_growth import with_room
+from .cache_layers import CCALayerMixin
 from .experts_dispatch import OURS
 from .history import RowHistory
 from .ops import selection
@@ -95,7 +96,7 @@ class _StandingCache:
         self.position, self.keys, self.values = position, keys, values
         self.layers = [_StandingLayer(qk, value) for qk, value in states]
 
-    def update(self, key: Tensor, value: Tensor, layer_idx: int, num_keys: int) -> tuple[Tensor, Tensor]:
+    def update(self, key: Tensor, value: Tensor, layer_idx: int, visible: Visibility) -> tuple[Tensor, Tensor]:
         self.keys[layer_idx].index_copy_(2, self.position, key)
         self.values[layer_idx].index_copy_(2, self.position, value)
         return self.keys[layer_idx], self.values[layer_idx]
@@ -141,7 +142,7 @@ class CompiledDecoding(ops.Transient):
             arguments: further ones of the call, which must not ask for anything.
         """
         config = self.model.config
-        if x.shape[1] != 1 or not x.shape[0] or not history.length:
+        if x.shape[1] != 1 or not x.shape[0] or type(cache) is not DynamicCache or not history.length:
             return False
         if self._gave_up or self.model.training or torch.is_grad_enabled() or is_tracing(x) or type(x) is not Tensor:
             return False
@@ -155,7 +156,7 @@ class CompiledDecoding(ops.Transient):
             return False
         if config._experts_implementation not in EXPERTS or torch.is_autocast_enabled(x.device.type):
             return False
-        if type(cache) is not DynamicCache or cache.offloading or self._is_hooked():
+        if cache.offloading or self._is_hooked():
             return False
         return all(
             not layer.record_past
@@ -277,8 +278,8 @@ class ZayaCompilingMixin:
             the model.
 
         Raises:
-            ValueError: for a model with sliding-window layers, one that is offloaded or on the meta device, and for
-                ``fullgraph`` or ``dynamic``, which are not free.
+            ValueError: for a model with sliding-window layers, one that is offloaded or on the meta device, one with
+                adapters of its experts, and for ``fullgraph`` or ``dynamic``, which are not free.
         """
         model: Any = self
         taken = {"model", "fullgraph", "dynamic"} & options.keys()
@@ -295,6 +296,8 @@ class ZayaCompilingMixin:
             tensors = (*module.parameters(recurse=False), *module.buffers(recurse=False))
             if hasattr(module, "_hf_hook") or any(tensor.is_meta for tensor in tensors):
                 raise ValueError(f"compile_decoding: {name or 'the model'} is offloaded or on the meta device.")
+            if fusing.is_adapted(module) and hasattr(module, "parameter_name"):
+                raise ValueError(f"compile_decoding: {name} has an adapter of parameters; merge and unload it first.")
         if decoder.device.type == "cuda" and not options.keys() & {"mode", "options", "backend"}:
             options["mode"] = "reduce-overhead"
         decoder.compiled_decoding = CompiledDecoding(decoder, options)

@@ -20,6 +20,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from .checkpoints.dialects import KNOWN_FIELDS, is_original_config, original_to_combined_config
 from .json_checks import json_kind, read_json_object, shadowing, wrong_kind
+from .remote_code import refuse_own_code
 
 LAYER_TYPES = ("hybrid", "hybrid_sliding")
 SKIP_EXPERT = ("zero", "identity")
@@ -108,6 +109,13 @@ class ZayaConfig(PreTrainedConfig):
     - `cca_time0`, `cca_time1`: widths (>= 1) of the depthwise and of the grouped q/k convolution.
     - `num_experts`: real experts; the router has one class more, the skip class.
     - `router_hidden_size`: width of the router MLP and of the state it carries from block to block.
+    - `moe_intermediate_size`: inner width of one expert; `num_experts_per_tok` is 1.
+    - `pad_token_id`, `bos_token_id`, `eos_token_id`: ids, or None; several ids may end a text.
+    - `output_router_logits`: whether `forward` returns what the routers computed.
+
+    The others mean what they mean in every transformers config: `vocab_size`, `num_hidden_layers`,
+    `num_key_value_heads`, `hidden_act`, `max_position_embeddings`, `initializer_range`, `rms_norm_eps`, `use_cache`,
+    `tie_word_embeddings`, `attention_dropout`, and `attention_bias` and `lm_head_bias`, whether these layers have one.
 
     Switches that the combined layout of transformers does not have (their defaults are what transformers computes):
 
@@ -129,6 +137,8 @@ class ZayaConfig(PreTrainedConfig):
     }
     # The cache keeps two states per block: the last q/k columns and the delayed half of the value.
     number_of_conv_states: ClassVar[int] = 2
+    # What `Trainer` leaves out of the predictions that it gathers over batches.
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["cache", "router_logits", "router_slots", "tokens_per_slot"]
 
     vocab_size: int = 262272
     hidden_size: int = 2048
@@ -233,7 +243,9 @@ class ZayaConfig(PreTrainedConfig):
         if model_type != cls.model_type:
             raise _wrong("model_type", model_type, f"only {cls.model_type!r} checkpoints can be read")
         # Combined files of other tools repeat some things under their original names; private keys are nobody's.
-        return {key: value for key, value in config_dict.items() if key not in KNOWN_FIELDS and not key.startswith("_")}
+        # `auto_map` names files of Python code beside the config, which are not ours and not saved with it.
+        dropped = KNOWN_FIELDS | {"auto_map"}
+        return {key: value for key, value in config_dict.items() if key not in dropped and not key.startswith("_")}
 
     @classmethod
     def from_native(cls, native: PreTrainedConfig) -> "ZayaConfig":
@@ -246,7 +258,7 @@ class ZayaConfig(PreTrainedConfig):
         if getattr(native, "model_type", None) != cls.model_type:
             raise TypeError(f"a ZAYA model needs a ZayaConfig, not a {type(native).__name__}")
         values = native.to_dict()
-        for key in ("model_type", "transformers_version", "_name_or_path"):
+        for key in ("model_type", "transformers_version", "_name_or_path", "auto_map"):
             values.pop(key, None)
         values |= {
             "attn_implementation": native._attn_implementation,
@@ -255,6 +267,12 @@ class ZayaConfig(PreTrainedConfig):
         }
         return cls(**values)
 
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
+        """Of use to subclasses defined elsewhere. Raises ValueError for this class: its folders need no code."""
+        refuse_own_code(cls)
+        super().register_for_auto_class(auto_class)
+
     def to_dict(self) -> dict[str, Any]:
         """All fields and extra keys, in the combined layout; no private attribute except the name of the source."""
         return {
@@ -262,7 +280,7 @@ class ZayaConfig(PreTrainedConfig):
         }
 
     def convert_rope_params_to_dict(self, **kwargs: Any) -> dict[str, Any]:
-        # The parent would move a flat `rope_theta` beside the nested dicts; `_read_rope` has done the whole job.
+        """Nothing is left to convert: the parent would move a flat `rope_theta` beside the nested dicts."""
         return kwargs
 
     def _read_rope(self, kwargs: dict[str, Any]) -> dict[str, Any]:

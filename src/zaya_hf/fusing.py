@@ -35,6 +35,11 @@ def is_only_its_weights(module: nn.Module) -> bool:
     )
 
 
+def is_adapted(module: nn.Module) -> bool:
+    """Whether this is what PEFT puts around a layer."""
+    return not {"base_layer", "original_module"}.isdisjoint(module._modules)
+
+
 def _pointers(layer: Any) -> tuple[int, int]:
     return layer.weight.data_ptr(), 0 if layer.bias is None else layer.bias.data_ptr()
 
@@ -141,6 +146,9 @@ class ZayaFusingMixin:
         projections = {name: m for name, m in modules.items() if hasattr(m, "fused_projections")}
         linears = {name: m for name, m in modules.items() if hasattr(m, "packed_weight")}
         experts = {name: m for name, m in modules.items() if hasattr(m, "packed_experts")}
+        adapted = next((name for name, module in modules.items() if is_adapted(module)), None)
+        if adapted is not None:
+            raise ValueError(f"fuse_for_inference: {adapted} has an adapter; merge and unload it first.")
         for name, projection in projections.items():
             for child in projection.layers_to_fuse():
                 if not hasattr(child, "packed_weight"):
@@ -181,6 +189,28 @@ class ZayaFusingMixin:
         """Whether `fuse_for_inference` is in force."""
         model: Any = self
         return any(getattr(module, "fused_projections", None) is not None for module in model.modules())
+
+    @property
+    def peft_config(self) -> Any:
+        """Configs of the adapters in the model. PEFT sets this when it has put adapters in, which ends the fusing:
+        adapters are merged through ``.data``, which packed weights would not notice. Adapters of the experts also end
+        compiled decoding."""
+        try:
+            return vars(self)["_adapters"]
+        except KeyError:
+            raise AttributeError(f"{type(self).__name__} has no adapters.") from None
+
+    @peft_config.setter
+    def peft_config(self, configs: Any) -> None:
+        model: Any = self
+        model.unfuse()
+        if any(is_adapted(module) and hasattr(module, "parameter_name") for module in model.modules()):
+            model.uncompile_decoding()  # such adapters cannot be compiled
+        vars(self)["_adapters"] = configs
+
+    @peft_config.deleter
+    def peft_config(self) -> None:
+        vars(self).pop("_adapters", None)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Moving or casting a model ends the fusing: nothing of the old weights stays behind."""

@@ -11,13 +11,14 @@ from transformers import Cache, GenerationConfig
 from transformers.generation import GenerationMixin
 
 from . import prepared_masks, visibility
-from .cache import adopt, one_cache
+from .cache import adopt, check_call, one_cache
 from .configuration_zaya import ZayaConfig
+from .generation_checks import WithoutContinuousBatching, check_settings
 
 logger = logging.getLogger(__name__)
 
 
-class ZayaGenerationMixin:
+class ZayaGenerationMixin(WithoutContinuousBatching):
     """Goes before transformers' `GenerationMixin`."""
 
     _said_rolled = False
@@ -39,7 +40,8 @@ class ZayaGenerationMixin:
             TypeError: for a cache that cannot hold ZAYA's states.
             ValueError: for a cache of another model, one together with ``use_cache=False``, when no token is left to
                 feed after the cached ones, for a prompt without rows or tokens, for embeddings together with what needs
-                ids (`prefill_chunk_size`, assisted decoding), and for `assistant_early_exit`.
+                ids (`prefill_chunk_size`, assisted decoding), for `assistant_early_exit`, and for settings that ZAYA's
+                cache or transformers itself does not support (see `generation_checks`).
         """
         cache = one_cache(kwargs.pop("cache", None), kwargs.pop("past_key_values", None))
         past = 0
@@ -48,6 +50,11 @@ class ZayaGenerationMixin:
             if self._setting("use_cache", generation_config, kwargs) is False:
                 raise ValueError("use_cache=False contradicts the cache that was passed; leave one of them out.")
             kwargs["cache"] = cache
+        check_settings(
+            lambda name: self._setting(name, generation_config, kwargs),
+            self.device.type,  # type: ignore[attr-defined]
+            custom=kwargs.get("custom_generate") is not None,
+        )
         ids = inputs if inputs is not None else kwargs.get("input_ids")
         embeds = kwargs.get("inputs_embeds")
         prompt = ids if embeds is None else embeds
@@ -83,7 +90,7 @@ class ZayaGenerationMixin:
         if name in kwargs:
             return kwargs[name]
         given = getattr(generation_config, name, None)
-        return getattr(self.generation_config, name) if given is None else given  # type: ignore[attr-defined]
+        return getattr(self.generation_config, name, None) if given is None else given  # type: ignore[attr-defined]
 
     def _drafts(self, generation_config: GenerationConfig | None, kwargs: dict[str, Any]) -> bool:
         """Whether tokens are drafted and verified (assisted decoding)."""
@@ -103,6 +110,8 @@ class ZayaGenerationMixin:
             raise ValueError(f"the prompt has shape {tuple(prompt.shape)}; it needs at least one row and one token.")
         if self._setting("assistant_early_exit", generation_config, kwargs) is not None:
             raise ValueError("assistant_early_exit is not supported; pass an assistant_model instead.")
+        if kwargs.get("routed_experts") is not None:
+            raise ValueError("routed_experts are for forward: generate chooses tokens that have no slots yet.")
         if embeds is None:
             return
         if self._setting("prefill_chunk_size", generation_config, kwargs) is not None:
@@ -156,6 +165,8 @@ class ZayaGenerationMixin:
         inputs = super().prepare_inputs_for_generation(*args, **kwargs)  # type: ignore[misc]
         positions = inputs.get("position_ids")
         cache = inputs.get("cache")
+        if cache is not None and "prepare_inputs_for_generation" in vars(self):
+            inputs["past_key_values"] = cache  # PEFT, which calls this in its own, looks for the cache under that name
         if cache is None or positions is None or positions.shape[-1] != 1 or inputs.get("attention_mask") is not None:
             return inputs
         history = adopt(cache, self.config)  # type: ignore[attr-defined]
@@ -185,6 +196,11 @@ class ZayaGenerationMixin:
             the mask of every layer type, and what `forward` would have read from the arguments: see `prepared_masks`.
         """
         cache = one_cache(cache, past_key_values)
+        history = None if cache is None else adopt(cache, config)
+        if cache is not None:
+            check_call(cache, inputs_embeds)
+        # The first call fills the cache and is not compiled; later ones shall meet one shape.
+        fixed = history is not None and history.length > 0 and getattr(attention_mask, "ndim", 2) == 2
         visible = visibility.describe(
             config,
             batch_size=inputs_embeds.shape[0],
@@ -193,8 +209,9 @@ class ZayaGenerationMixin:
             dtype=inputs_embeds.dtype,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            history=None if cache is None else adopt(cache, config),
+            history=history,
             cache=cache,
+            fixed=fixed,
         )
         return prepared_masks.to_dict(visible)
 

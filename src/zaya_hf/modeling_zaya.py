@@ -6,7 +6,7 @@ CCA attention (arXiv 2510.04476), MLP router with Exponential Depth Averaging, t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,10 +23,11 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from . import attention, ops, prepared_masks, visibility
-from .arguments import check_ids, check_names, one_cu_seq_lens, without_boundary_targets
-from .cache import adopt, check_batch, layer_of, one_cache
+from .arguments import check_embeds, check_ids, check_names, one_cu_seq_lens, slots_per_layer, without_boundary_targets
+from .cache import adopt, check_call, one_cache
 from .compiled_decoding import ZayaCompilingMixin
 from .configuration_zaya import ZayaConfig
+from .convolution_states import keep_states, states_before
 from .experts_dispatch import OURS, run_experts
 from .fusing import FusedLinears, ZayaFusingMixin
 from .generation import ZayaGenerationMixin
@@ -82,7 +83,7 @@ class ZayaLinear(nn.Linear):
 class ZayaCCAConv(nn.Conv1d):
     """Weights of one of CCA's convolutions. Calling it gives them, so that hooks which load or gather them run."""
 
-    def forward(self) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """``[C, C / groups, width]`` and ``[C]``."""
         assert self.bias is not None
         return self.weight, self.bias
@@ -120,9 +121,29 @@ class ZayaCCAProjection(nn.Module):
 
     def value_of_nothing(self, x: Tensor) -> Tensor | None:
         """``[width]``: the delayed value before the first token, which is the projection's bias; None: zeros."""
-        if self.v_proj_delayed.bias is None:
+        layer = self.v_proj_delayed
+        if type(layer) is ZayaLinear:
+            nothing = layer.bias is None
+        else:  # an adapter may have a bias of its own
+            nothing = not any(name.endswith("bias") for name, _ in layer.named_parameters())
+        if nothing:
             return None
-        return self.v_proj_delayed(x.new_zeros(1, 1, x.shape[-1]))[0, 0]
+        return layer(x.new_zeros(1, 1, x.shape[-1]))[0, 0]
+
+    def convolutions(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Weight and bias of the depthwise and of the grouped convolution. They are called with `x` since wrappers ask
+        for an argument.
+
+        Raises:
+            ValueError: where an adapter is around one: it would change what the layer returns, which is its weights.
+        """
+        for layer in (self.conv_qk_depthwise, self.conv_qk_grouped):
+            if not isinstance(layer, ZayaCCAConv) and hasattr(layer, "base_layer"):
+                raise ValueError(
+                    f"an adapter (a {type(layer).__name__}) is around a convolution of CCA, which takes none: leave "
+                    "conv_qk_depthwise and conv_qk_grouped out (modules_to_save may name them)."
+                )
+        return *self.conv_qk_depthwise(x), *self.conv_qk_grouped(x)
 
 
 class ZayaQKNorm(nn.Module):
@@ -132,8 +153,8 @@ class ZayaQKNorm(nn.Module):
         super().__init__()
         self.temp = nn.Parameter(torch.ones(config.num_key_value_heads))
 
-    def forward(self) -> Tensor:
-        """``[num_key_value_heads]``."""
+    def forward(self, x: Tensor) -> Tensor:
+        """``[num_key_value_heads]``; called with an argument, which is not read, since wrappers ask for one."""
         return self.temp
 
 
@@ -168,11 +189,10 @@ class ZayaAttention(nn.Module):
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         projection = self.qkv_proj
-        depthwise_weight, depthwise_bias = projection.conv_qk_depthwise()
-        grouped_weight, grouped_bias = projection.conv_qk_grouped()
+        depthwise_weight, depthwise_bias, grouped_weight, grouped_bias = projection.convolutions(x)
         raw, value_current, value_delayed = projection(x)
         nothing = projection.value_of_nothing(x)
-        states = self._states(cache, visible, nothing)
+        states = states_before(cache, self.layer_idx, visible, nothing)
         query, key, value = ops.cca_mix(
             raw,
             value_current,
@@ -181,7 +201,7 @@ class ZayaAttention(nn.Module):
             depthwise_bias=depthwise_bias,
             grouped_weight=grouped_weight,
             grouped_bias=grouped_bias,
-            temperature=self.qk_norm(),
+            temperature=self.qk_norm(x),
             cos=position_embeddings[0],
             sin=position_embeddings[1],
             head_dim=self.head_dim,
@@ -191,40 +211,13 @@ class ZayaAttention(nn.Module):
             states=states,
         )
         if cache is not None:
-            self._store(cache, visible, states, raw, value_delayed, nothing)
-            key, value = cache.update(key, value, self.layer_idx, num_keys=visible.key_lengths[self.layer_type])
+            keep_states(
+                cache, self.layer_idx, visible, states, raw, value_delayed, look_back=self.look_back, nothing=nothing
+            )
+            key, value = cache.update(key, value, self.layer_idx, visible)
 
         output, weights = attention.attend(self, query, key, value, visible, **kwargs)
         return self.o_proj(output.flatten(2)), weights
-
-    def _states(self, cache: Cache | None, visible: Visibility, nothing: Tensor | None) -> ops.SegmentStates | None:
-        """What the rows saw before this call; a row whose cached document has ended starts from nothing."""
-        kept = None if cache is None else layer_of(cache, self.layer_idx).states()
-        if kept is None:
-            return None
-        qk, value = kept
-        if visible.continues is not None:
-            qk = torch.where(visible.continues[:, None, None], qk, 0)
-            fresh = torch.zeros_like(value[0]) if nothing is None else nothing.to(value.dtype)
-            value = torch.where(visible.continues[:, None], value, fresh)
-        return ops.SegmentStates(qk, value, visible.entry_index, visible.entry_valid)
-
-    def _store(
-        self,
-        cache: Cache,
-        visible: Visibility,
-        states: ops.SegmentStates | None,
-        raw: Tensor,
-        value_delayed: Tensor,
-        nothing: Tensor | None,
-    ) -> None:
-        """Keep the states of the rows after this call."""
-        layer = layer_of(cache, self.layer_idx)
-        before = layer.states() or ops.initial_states(raw, value_delayed, self.look_back, nothing)
-        qk, value = ops.next_states(
-            raw, value_delayed, before, reach=visible.reach, states=states, last=visible.last, has_real=visible.has_real
-        )
-        layer.store(qk, value, before, (raw, value_delayed))
 
 
 class ZayaRouterMLP(nn.Module):
@@ -253,13 +246,17 @@ class ZayaRouter(nn.Module):
         if layer_idx > 0:
             self.router_states_scale = nn.Parameter(torch.ones(config.router_hidden_size))
         self.router_mlp = ZayaRouterMLP(config)
-        self.balancing_biases = nn.Buffer(ops.initial_balancing_biases(config.num_experts))
+        biases = ops.initial_balancing_biases(config.num_experts)
+        self.balancing_biases = nn.Buffer(biases.to(self.down_proj.weight.device))  # on meta where those are
 
-    def forward(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, state: Tensor | None = None, replayed: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """
         Args:
             x: ``[B, S, hidden_size]``.
             state: ``[B, S, router_hidden_size]`` of the layer before, after its own averaging and before its norm.
+            replayed: ``[B, S]`` int64, slots to take; -1: choose.
 
         Returns:
             logits ``[B S, E + 1]``, slots ``[B S]``, weights ``[B S]``, and the state for the next layer.
@@ -268,7 +265,8 @@ class ZayaRouter(nn.Module):
         if state is not None:
             router_state = router_state + self.router_states_scale * state
         logits = self.router_mlp(router_state).flatten(0, 1)
-        slots, weights = ops.select_slots(logits, self.balancing_biases)
+        replayed = None if replayed is None else replayed.flatten()
+        slots, weights = ops.select_slots(logits, self.balancing_biases, replayed)
         return logits, slots, weights, router_state
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ZayaRouter:
@@ -331,9 +329,11 @@ class ZayaSparseMoeBlock(nn.Module):
         self.gate = ZayaRouter(config, layer_idx)
         self.experts = ZayaExperts(config)
 
-    def forward(self, x: Tensor, router_state: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, router_state: Tensor | None, replayed: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Output ``[B, S, hidden_size]``, router state, router logits ``[B S, E + 1]``, slots ``[B, S]``."""
-        logits, slots, weights, router_state = self.gate(x, router_state)
+        logits, slots, weights, router_state = self.gate(x, router_state, replayed)
         flat = x.flatten(0, 1)
         weights = weights.to(flat.dtype)
         output = self.experts(flat, slots[:, None], weights[:, None])
@@ -363,12 +363,14 @@ class ZayaDecoderLayer(GradientCheckpointingLayer):
         position_embeddings: tuple[Tensor, Tensor],
         visible: Visibility,
         cache: Cache | None = None,
+        replayed: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Stream ``[B, S, hidden_size]``, router state, router logits and slots."""
         output, _ = self.self_attn(self.input_layernorm(hidden_states), position_embeddings, visible, cache, **kwargs)
         hidden_states = self._to_stream(self.post_attention_residual_scale(output, hidden_states), output)
-        output, router_state, logits, slots = self.mlp(self.post_attention_layernorm(hidden_states), router_state)
+        x = self.post_attention_layernorm(hidden_states)
+        output, router_state, logits, slots = self.mlp(x, router_state, replayed)
         hidden_states = self._to_stream(self.post_mlp_residual_scale(output, hidden_states), output)
         return hidden_states, router_state, logits, slots
 
@@ -474,6 +476,7 @@ class ZayaModel(ZayaPreTrainedModel):
         cu_seq_lens_q: Tensor | None = None,
         cu_seq_lens_k: Tensor | None = None,
         seq_idx: Tensor | None = None,
+        routed_experts: Tensor | Sequence[Tensor] | None = None,
         past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> ZayaModelOutput:
@@ -491,6 +494,9 @@ class ZayaModel(ZayaPreTrainedModel):
             cu_seq_lens_q, cu_seq_lens_k: ``[documents + 1]`` cumulative lengths of one packed row; documents may be
                 empty.
             seq_idx: ``[B or 1, S]`` document numbers, another form of the same.
+            routed_experts: ``[B, S, layers]`` int, the slots that were chosen for these tokens elsewhere, say at
+                rollout; or `router_slots` of an output. They are taken as they are (-1: the router chooses) and
+                weighed by their probability now, through which the router learns.
 
         Returns:
             a `ZayaModelOutput`.
@@ -502,8 +508,6 @@ class ZayaModel(ZayaPreTrainedModel):
         """
         cache = one_cache(cache, past_key_values)
         check_names(kwargs)
-        if kwargs.get("is_causal") is False:
-            raise ValueError("is_causal=False: ZAYA has no bidirectional form, its convolutions look backwards only.")
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds.")
         if inputs_embeds is None:
@@ -511,15 +515,14 @@ class ZayaModel(ZayaPreTrainedModel):
             inputs_embeds = self.embed_tokens(input_ids)
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)
-        if inputs_embeds.ndim != 3 or inputs_embeds.shape[-1] != self.config.hidden_size:
-            given = tuple(inputs_embeds.shape)
-            raise ValueError(f"inputs_embeds have shape {given}; expected [rows, tokens, {self.config.hidden_size}].")
+        check_embeds(inputs_embeds, self.config.hidden_size)
+        replayed = slots_per_layer(routed_experts, inputs_embeds, len(self.layers), self.config.num_experts)
         if cache is not None and self.gradient_checkpointing and self.training and torch.is_grad_enabled():
             raise ValueError("gradient checkpointing runs layers twice and cannot fill a cache: leave the cache out.")
         history = None if cache is None else adopt(cache, self.config)
         if cache is not None:
-            check_batch(cache, inputs_embeds.shape[0])
-        shape = {"batch_size": inputs_embeds.shape[0], "sequence_length": inputs_embeds.shape[1]}
+            check_call(cache, inputs_embeds)
+        shape: dict[str, Any] = {"batch_size": inputs_embeds.shape[0], "sequence_length": inputs_embeds.shape[1]}
         if isinstance(attention_mask, dict):
             if cu_seq_lens_q is not None or cu_seq_lens_k is not None or seq_idx is not None:
                 raise ValueError("attention_mask is a dict made ahead: it knows its documents, leave other names out.")
@@ -539,7 +542,7 @@ class ZayaModel(ZayaPreTrainedModel):
             )
         record = self.config.output_router_logits if output_router_logits is None else output_router_logits
         if self.compiled_decoding is not None:
-            asked = {"record": record, **kwargs}
+            asked = {"record": record, "replay": routed_experts is not None, **kwargs}
             last_hidden_state = self.compiled_decoding.step(inputs_embeds, visible, history, cache, asked)
             if last_hidden_state is not None:
                 return ZayaModelOutput(last_hidden_state=last_hidden_state, cache=cache if use_cache else None)
@@ -549,9 +552,9 @@ class ZayaModel(ZayaPreTrainedModel):
         router_logits, router_slots = [], []
         if history is not None:  # only here: a call that fails above leaves the cache as it was
             history.extend(visible)
-        for layer, layer_type in zip(self.layers, self.layer_types, strict=True):
+        for layer, layer_type, told in zip(self.layers, self.layer_types, replayed, strict=True):
             hidden_states, router_state, logits, slots = layer(
-                hidden_states, router_state, tables[layer_type], visible, cache=cache, **kwargs
+                hidden_states, router_state, tables[layer_type], visible, cache=cache, replayed=told, **kwargs
             )
             if record:
                 router_logits.append(logits)
@@ -560,14 +563,7 @@ class ZayaModel(ZayaPreTrainedModel):
             last_hidden_state=self.norm(hidden_states), cache=cache if use_cache else None, segments=visible.segment
         )
         if record:
-            real = visible.real
-            num_slots = self.config.num_experts + 1
-            flat_real = None if real is None else real.flatten()
-            output.tokens_per_slot = torch.stack(
-                [ops.count_slots(s.flatten(), num_slots, flat_real) for s in router_slots]
-            )
-            output.router_slots = tuple(s if real is None else torch.where(real, s, -1) for s in router_slots)
-            output.router_logits = tuple(router_logits)
+            output.record(router_logits, router_slots, visible.real)
         return output
 
     def into_stream(self, inputs_embeds: Tensor) -> Tensor:
@@ -628,6 +624,7 @@ class ZayaForCausalLM(ZayaPreTrainedModel, ZayaGenerationMixin, GenerationMixin)
         output_router_logits: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         skip_logits: bool | None = None,
+        routed_experts: Tensor | Sequence[Tensor] | None = None,
         past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> ZayaCausalLMOutput:
@@ -635,8 +632,8 @@ class ZayaForCausalLM(ZayaPreTrainedModel, ZayaGenerationMixin, GenerationMixin)
 
         Args:
             input_ids, attention_mask, position_ids, cache, inputs_embeds, use_cache, output_router_logits,
-                past_key_values, and for packed rows cu_seq_lens_q, cu_seq_lens_k, seq_idx: as in `ZayaModel.forward`,
-                which says how padding on either side, documents and caches are told.
+                routed_experts, past_key_values, and for packed rows cu_seq_lens_q, cu_seq_lens_k, seq_idx: as in
+                `ZayaModel.forward`, which says how padding on either side, documents and caches are told.
             labels: ``[B, S]`` int64, not shifted, e.g. `input_ids` itself; -100 marks positions without a target. The
                 first token of a document and padding are no targets, so packed rows have the loss of separate ones;
                 without any target the loss is 0.
@@ -666,6 +663,7 @@ class ZayaForCausalLM(ZayaPreTrainedModel, ZayaGenerationMixin, GenerationMixin)
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             output_router_logits=output_router_logits,
+            routed_experts=routed_experts,
             return_dict=True,  # also if the config says otherwise
             **kwargs,
         )

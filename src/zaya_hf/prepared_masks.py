@@ -10,9 +10,11 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
+from transformers.utils.import_utils import is_tracing
+
 from .attention import Plan
-from .attention_masks import key_ranges
-from .history import RowHistory
+from .attention_masks import is_free_to_read, key_ranges
+from .history import RowHistory, StaticRowHistory
 from .visibility import Visibility
 
 #: what the dict carries beside masks: all of a Visibility but its shape, its masks, and what the cache says anyway
@@ -46,10 +48,16 @@ def from_dict(
             f"attention_mask is a dict in which {wrong[0]!r} is missing or unknown; a dict must come from this model's "
             "create_masks_for_generate."
         )
-    positions = masks["position_ids"]
-    segment = masks.get("segment")
-    past = 0 if history is None else history.length
-    starts_elsewhere = segment is None and positions.device.type == "cpu" and bool((positions[:, :1] != past).any())
+    positions, segment, slots = masks["position_ids"], masks.get("segment"), masks.get("slots")
+    if isinstance(history, StaticRowHistory) != (slots is not None):
+        raise ValueError("attention_mask is a dict made for another kind of cache, or for none.")
+    starts = slots[None] if slots is not None else positions if segment is None else None
+    starts_elsewhere = False
+    past: Any = None
+    if not is_tracing():
+        past = 0 if history is None else history.length
+        if starts is not None and is_free_to_read(starts):
+            starts_elsewhere = bool((starts[:, :1] != past).any())
     fits = positions.shape[1] == sequence_length and positions.shape[0] in (1, batch_size) and not starts_elsewhere
     if not fits or (segment is not None and segment.shape != (batch_size, sequence_length)):
         raise ValueError(
@@ -59,13 +67,22 @@ def from_dict(
     carried: dict[str, Any] = {name: masks.get(name) for name in CARRIED}
     visible = Visibility(batch_size, sequence_length, **carried)
     visible.masks = {layer_type: masks[layer_type] for layer_type in layer_types}
+    covered = {
+        layer_type: mask.keys if isinstance(mask, Plan) else None if mask is None else mask.shape[-1]
+        for layer_type, mask in visible.masks.items()
+    }
+    if is_tracing() and slots is not None:  # without a mask: a prompt for an empty cache
+        visible.key_lengths = {name: sequence_length if keys is None else keys for name, keys in covered.items()}
+        return visible
+    past = 0 if history is None else history.length
     ranges = key_ranges(config, sequence_length, past, cache)
-    visible.key_lengths = {layer_type: keys for layer_type, (keys, _) in ranges.items()}
-    for layer_type, mask in visible.masks.items():
-        keys = mask.keys if isinstance(mask, Plan) else None if mask is None else mask.shape[-1]
-        if keys is not None and keys != visible.key_lengths[layer_type]:
+    fixed = ranges if slots is None else key_ranges(config, sequence_length, past, cache, fixed=True)
+    for layer_type, keys in covered.items():
+        expected = ranges[layer_type][0]
+        if keys not in (None, expected, fixed[layer_type][0]):
             raise ValueError(
                 f"attention_mask is a dict whose {layer_type!r} mask covers {keys} keys; "
-                f"with this cache there are {visible.key_lengths[layer_type]}."
+                f"with this cache there are {expected}."
             )
+        visible.key_lengths[layer_type] = expected if keys is None else keys
     return visible

@@ -24,7 +24,8 @@ from torch import Tensor
 from transformers.utils.import_utils import is_tracing
 
 from .attention_masks import allowed_pairs, document_masks, given_masks, is_free_to_read, key_ranges, varlen_kwargs
-from .history import PADDING, LastCached, RowHistory, last_cached
+from .history import PADDING, LastCached, RowHistory, StaticRowHistory, holes, last_cached
+from .ops import selection
 
 
 @dataclass
@@ -52,6 +53,10 @@ class Visibility:
     masks: dict[str, Any] | None = None
     #: keys that each layer type's mask covers, the cached ones included
     key_lengths: dict[str, int] = field(default_factory=dict)
+    #: ``[S]`` int64, where in a static cache the tokens of this call go; None for other caches
+    slots: Tensor | None = None
+    #: for a static cache that uses slots in turn: whether this call may put padding behind real tokens of a row
+    makes_holes: bool | None = None
     #: extra arguments for variable-length attention backends
     attention_kwargs: dict[str, Any] | None = None
 
@@ -95,6 +100,7 @@ def describe(
     seq_idx: Tensor | None = None,
     history: RowHistory | None = None,
     cache=None,
+    fixed: bool = False,
 ) -> Visibility:
     """Turn the caller's arguments into a `Visibility`.
 
@@ -113,38 +119,59 @@ def describe(
         seq_idx: ``[B or 1, S]`` a number per document; only where it changes matters.
         history: the cached tokens, None without a cache.
         cache: the cache itself, for the key lengths of its layers.
+        fixed: whether the masks must cover all slots of a static cache, whatever is cached: then a compiled forward
+            meets the same shapes in every step. While tracing with a static cache they always do.
 
     Raises:
         ValueError: for shapes that fit nothing above, for `cu_seq_lens` or `seq_idx` with cached tokens, for a mask
-            that hides the cached token from which a row's state was taken (seen on CPU only), and for an attention
-            implementation that cannot express what was asked.
+            that hides the cached token from which a row's state was taken (seen on CPU only), for an attention
+            implementation that cannot express what was asked, and for what a traced call with a static cache cannot.
     """
-    past = 0 if history is None else history.length
+    static = history if isinstance(history, StaticRowHistory) else None
+    traced = static is not None and is_tracing()
+    if traced and (cu_seq_lens is not None or seq_idx is not None or getattr(attention_mask, "ndim", 2) == 4):
+        raise ValueError(
+            "a compiled or exported call with a static cache takes no cu_seq_lens, seq_idx or 4-D mask; pass "
+            "position_ids, or make the masks outside with create_masks_for_generate."
+        )
+    # Nothing of a traced program may depend on how much is cached: there, numbers are tensors.
+    past: Any = 0 if history is None else static.filled.to(device) if static and traced else history.length
+    fixed = static is not None and (fixed or traced)
     shape = (batch_size, sequence_length)
     position_ids = _check_per_token("position_ids", position_ids, shape)
     seq_idx = _check_per_token("seq_idx", seq_idx, shape)
-    mask_2d, mask_4d = _split_mask(attention_mask, shape, past, config.num_attention_heads)
+    given = past
+    if traced and attention_mask is not None:
+        given = attention_mask.shape[1] - sequence_length
+    mask_2d, mask_4d = _split_mask(attention_mask, shape, given, config.num_attention_heads)
     if cu_seq_lens is not None:
         _check_cu_seq_lens(cu_seq_lens, shape, past)
         cu_seq_lens = cu_seq_lens.to(device).long()
     if seq_idx is not None and past:
         raise ValueError(f"seq_idx describe rows without a cache, but {past} tokens are cached; use position_ids.")
 
-    ranges = key_ranges(config, sequence_length, past, cache)
-    visible = Visibility(*shape, position_ids=torch.arange(past, past + sequence_length, device=device)[None])
+    ranges = key_ranges(config, sequence_length, past, cache, fixed)
+    slots = static.next_slots(sequence_length, device) if static else None
+    columns = torch.arange(past, past + sequence_length, device=device) if slots is None else slots
+    visible = Visibility(*shape, position_ids=columns[None], slots=slots)
     visible.key_lengths = {layer_type: keys for layer_type, (keys, _) in ranges.items()}
     if mask_4d is None and _is_plain(mask_2d, position_ids, cu_seq_lens, seq_idx, history, shape):
-        visible.masks = document_masks(config, visible, None, ranges, past, dtype, device)
+        visible.masks = document_masks(config, visible, None, ranges, past, dtype, device, fixed)
         return visible
 
-    old_segments, old_positions = (history or RowHistory()).materialise(batch_size, device)
-    cached = last_cached(old_segments, old_positions)
+    if static is not None and traced:
+        old_segments, old_positions = static.whole_rows(batch_size, device)
+        cached = last_cached(old_segments, old_positions, past)
+    else:
+        old_segments, old_positions = (history or RowHistory()).materialise(batch_size, device)
+        cached = last_cached(old_segments, old_positions)
     real = torch.ones(shape, dtype=torch.bool, device=device)
     if mask_2d is not None:
         real = mask_2d[:, mask_2d.shape[1] - sequence_length :]
         if mask_2d.shape[1] > sequence_length:
-            _check_states_visible(mask_2d[:, :past], cached, real)
-            old_segments = old_segments.masked_fill(~mask_2d[:, :past], PADDING)
+            _check_states_visible(mask_2d[:, :given], cached, real)
+            hidden = torch.nn.functional.pad(~mask_2d[:, :given], (0, old_segments.shape[1] - given))
+            old_segments = old_segments.masked_fill(hidden, PADDING)
     allowed = None
     if mask_4d is not None:
         allowed = allowed_pairs(mask_4d).any(1).expand(batch_size, -1, -1)
@@ -172,11 +199,20 @@ def describe(
     visible.position_ids = position_ids
     visible.segment = segment = torch.where(real, segment, PADDING)
     _fill_reach(visible, look_back(config), cached)
-    all_segments = torch.cat([old_segments, segment], dim=1)
+    if static is not None and traced:
+        assert visible.slots is not None
+        all_segments = old_segments.index_copy(1, visible.slots, segment)
+    else:
+        all_segments = torch.cat([old_segments, segment], dim=1)
+    if static is not None and static.is_used_in_turn:
+        visible.makes_holes = traced or bool(holes(all_segments).any()) or None
+    if static is not None and fixed and not traced:
+        behind = static.capacity - all_segments.shape[1]
+        all_segments = torch.nn.functional.pad(all_segments, (0, behind), value=PADDING)
     if mask_4d is not None:
         visible.masks = given_masks(config, mask_4d, all_segments, ranges, past, dtype)
     else:
-        visible.masks = document_masks(config, visible, all_segments, ranges, past, dtype, device)
+        visible.masks = document_masks(config, visible, all_segments, ranges, past, dtype, device, fixed)
         visible.attention_kwargs = varlen_kwargs(config, segment, past)
     return visible
 
@@ -244,14 +280,14 @@ def _is_plain(
     shape: tuple[int, int],
 ) -> bool:
     """Whether the general description would say nothing. Where values may not be read, only absent arguments count."""
-    if history is not None and history.segments is not None:
+    if history is not None and not history.is_plain:
         return False
     given = [t for t in (mask_2d, position_ids, cu_seq_lens, seq_idx) if t is not None]
     if not all(_may_read(t, shape[1]) for t in given):
         return False
-    past = 0 if history is None else history.length
     says_nothing = mask_2d is None or bool(mask_2d.all())
     if position_ids is not None:
+        past = 0 if history is None else history.length
         plain = torch.arange(past, past + shape[1], device=position_ids.device)
         says_nothing = says_nothing and bool((position_ids == plain).all())
     if cu_seq_lens is not None:
@@ -280,8 +316,18 @@ def _real_before(real: Tensor) -> Tensor:
     if real.shape[1] == 0:
         return real.long()
     columns = torch.arange(real.shape[1], device=real.device)
-    latest = torch.where(real, columns, -1).cummax(1).values
-    return torch.nn.functional.pad(latest[:, :-1], (1, 0), value=-1)
+    return torch.nn.functional.pad(_latest(real, columns), (1, 0), value=-1)[:, :-1]
+
+
+def _latest(flags: Tensor, columns: Tensor) -> Tensor:
+    """``[B, S]``: column of the last True of ``flags[B, S]`` at or before each column; -1 if there is none."""
+    own = torch.where(flags, columns, -1)
+    if not selection.is_exporting():
+        return own.cummax(1).values
+    # ONNX knows no running maximum. The n-th True writes its column into place n; all else writes -1 into place 0.
+    rank = flags.long().cumsum(1)
+    table = torch.nn.functional.pad(torch.full_like(own, -1), (1, 0), value=-1)
+    return table.scatter(1, torch.where(flags, rank, 0), own).gather(1, rank)
 
 
 def _starts_from_pairs(allowed: Tensor, before: Tensor, cached: LastCached, past: int) -> Tensor:
@@ -316,9 +362,8 @@ def _fill_reach(visible: Visibility, limit: int, cached: LastCached) -> None:
         visible.has_real, visible.last = real.any(1), cached.slot * 0
         return
     columns = torch.arange(length, device=segment.device).expand(batch_size, -1)
-    breaks = torch.ones_like(real)
-    breaks[:, 1:] = segment[:, 1:] != segment[:, :-1]
-    run = columns - torch.where(breaks, columns, 0).cummax(1).values
+    breaks = segment != torch.nn.functional.pad(segment, (1, 0), value=PADDING - 1)[:, :-1]
+    run = columns - _latest(breaks, columns)
     visible.reach = torch.where(real, run, 0).clamp_max(limit)
 
     visible.has_real = real.any(1)

@@ -24,6 +24,7 @@ def save(accelerator: Accelerator, folder: Path, step: int, identity: dict[str, 
     """Write the state after `step` steps into `folder`, and remove older ones.
 
     Args:
+        accelerator: what it has prepared is written.
         identity: JSON values that decide whether a later run may go on from here.
         progress: JSON values to be had back.
     """
@@ -45,7 +46,7 @@ def save(accelerator: Accelerator, folder: Path, step: int, identity: dict[str, 
 
 
 def load(accelerator: Accelerator, folder: Path, identity: dict[str, Any]) -> tuple[int, dict[str, Any]] | None:
-    """Restore the latest complete state of the same `identity`.
+    """Restore the latest complete state of the same `identity` from `folder`, into what `accelerator` has prepared.
 
     What is incomplete, damaged, or of another run is left alone; nothing is restored from it, not even in part.
 

@@ -55,6 +55,8 @@ def orthogonalise(
     Args:
         matrices: ``[N, rows, columns]``, best with rows <= columns (cost grows with rows^2); overwritten. The iteration
             runs in its dtype.
+        coefficients: of x, x^3 and x^5.
+        steps: of the iteration.
         eps: smallest Frobenius norm that is divided by. A matrix of zeros stays zero.
 
     Returns:
@@ -353,6 +355,9 @@ def build_optimizer(
     """A `HybridMuon` for all trainable parameters of `model`, one group per role that occurs.
 
     Args:
+        muon_lr, adamw_lr: learning rates of the two parts.
+        weight_decay: of what decays at all, see `parameter_roles`.
+        betas: of AdamW.
         options: further ones of `HybridMuon`.
 
     Raises:

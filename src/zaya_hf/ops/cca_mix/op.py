@@ -40,6 +40,7 @@ def cca_mix(
         temperature: ``[G]`` factor on the normalised keys; with `clamp_temperature` exp(clamp(t, 1e-7, 2)).
         cos, sin: ``[B or 1, S, R]`` with R <= D even; the first R dimensions of each head are rotated (half-split
             pairs).
+        head_dim: D, the width of a head.
         value_of_nothing: ``[W]`` delayed value before the first token; None: zeros.
         reach: ``[B, S]``, see `reference.earlier_tokens`.
         states: the past of the segments that have one.

@@ -66,8 +66,7 @@ def earlier_tokens(
         window = torch.cat([columns.transpose(1, 2).to(x.dtype), x], dim=1)
         start = columns.shape[-1] - steps
         return window[:, start : start + length]
-    kept = max(length - steps, 0)
-    shifted = torch.cat([x.new_zeros(batch_size, length - kept, channels), x[:, :kept]], dim=1)
+    shifted = F.pad(x, (0, 0, steps, 0))[:, :length]  # no size that a trace would have to know the sign of
     found = torch.arange(length, device=x.device) >= steps if reach is None else reach >= steps
     if reach is not None:
         shifted = torch.where(found[..., None], shifted, 0)
@@ -244,7 +243,13 @@ def next_states(
 def initial_states(
     raw: Tensor, value_delayed: Tensor, look_back: int, value_of_nothing: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """What position 0 of a fresh sequence reads: ``[B, C, K]`` zeros, and ``[B, W]`` the projection of nothing."""
+    """What position 0 of a fresh sequence reads: ``[B, C, K]`` zeros, and ``[B, W]`` the projection of nothing.
+
+    Args:
+        raw, value_delayed: ``[B, S, C]`` and ``[B, S, W]``, for shape, dtype and device.
+        look_back: K, the tokens before it that the convolutions see.
+        value_of_nothing: ``[W]``; None: zeros.
+    """
     qk = raw.new_zeros(raw.shape[0], raw.shape[-1], look_back)
     value = value_delayed.new_zeros(raw.shape[0], value_delayed.shape[-1])
     return qk, value if value_of_nothing is None else value + value_of_nothing.to(value.dtype)
