@@ -23,14 +23,15 @@ LAYERS: list[set[str]] = [
         "ops",
         "configuration_zaya",
         "json_checks",
+        "remote_code",
         "checkpoints.layouts",
         "checkpoints.dialects",
         "reporting",
         "resources",
     },
     {"modeling_zaya"},
-    {"training", "evaluation", "checkpoints"},
-    {"hub", "doctor", "generation_cli"},
+    {"training", "evaluation", "checkpoints", "inference"},
+    {"hub", "doctor", "generation_cli", "chat_cli"},
     {"quickstart", "report_cli"},
     {"__main__"},
 ]
@@ -120,6 +121,8 @@ def test_file_keeps_the_import_rules(path: Path) -> None:
         ("reporting.page", "zaya_hf.quickstart.report"),
         ("evaluation.harness", "zaya_hf.hub.card"),
         ("hub.card", "zaya_hf.quickstart.results"),
+        ("inference.conversation", "zaya_hf.chat_cli"),
+        ("modeling_zaya", "zaya_hf.inference.sampling"),
         ("doctor", "zaya_cli"),
         ("doctor", "zaya_hf.__main__"),
     ],
@@ -235,6 +238,9 @@ def test_importing_registers_the_auto_classes_and_nothing_else() -> None:
     assert [entry.split(": ")[0] for entry in found["tables"]] == [
         f"{auto}.configuration_auto.CONFIG_MAPPING",
         f"{auto}.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING",
+        f"{auto}.modeling_auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING",
+        f"{auto}.modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING",
+        f"{auto}.modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING",
         f"{auto}.modeling_auto.MODEL_MAPPING",
     ]
     assert found["classes"] == ["zaya_hf.configuration_zaya", "zaya_hf.modeling_zaya"]
@@ -247,7 +253,9 @@ def test_opting_out_registers_nothing() -> None:
     assert found["classes"][1].startswith("transformers.models.zaya")
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["generate", "--help"], ["generate"], ["no-such"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["--version"], ["generate", "--help"], ["chat", "--help"], ["chat"], ["no-such"]]
+)
 def test_the_parser_imports_nothing_heavy(arguments: list[str]) -> None:
     code = f"""
 import sys, zaya_cli

@@ -422,25 +422,6 @@ def test_device_map(tmp_path):
         assert all(torch.equal(value, model.state_dict()[name]) for name, value in loaded.state_dict().items())
 
 
-@pytest.mark.parametrize("device_map", [{"": "disk"}, {"model.embed_tokens": "cpu", "model": "disk", "lm_head": "cpu"}])
-def test_disk_offload_names_the_converter(tmp_path, device_map):
-    pytest.importorskip("accelerate")
-    model = tiny_original_model()
-    folder = write_checkpoint(tmp_path, original_tensors(model), original_config(model.config))
-    with pytest.raises(ValueError, match="zaya convert"):
-        ZayaForCausalLM.from_pretrained(folder, device_map=device_map, offload_folder=tmp_path / "offload")
-
-
-@pytest.mark.parametrize("offload", [False, True])
-def test_automatic_disk_offload_names_the_converter(tmp_path, offload):
-    pytest.importorskip("accelerate")
-    model = tiny_original_model()
-    folder = write_checkpoint(tmp_path, original_tensors(model), original_config(model.config))
-    extra = {"offload_folder": tmp_path / "offload"} if offload else {}
-    with pytest.raises(ValueError, match="zaya convert"):
-        ZayaForCausalLM.from_pretrained(folder, device_map="auto", max_memory={"cpu": 200_000}, **extra)
-
-
 def test_base_class_and_untied_head(tmp_path):
     model = tiny_original_model(tie_word_embeddings=False)
     folder = write_checkpoint(tmp_path, original_tensors(model), original_config(model.config))
@@ -583,19 +564,4 @@ def test_config_that_disagrees_with_the_depth_of_the_files(tmp_path):
     config = original_config(model.config, num_hidden_layers=12)
     folder = write_checkpoint(tmp_path, original_tensors(model), config)
     with pytest.raises(ValueError, match=r"missing: .*layers\.8\."):
-        ZayaForCausalLM.from_pretrained(folder)
-
-
-def test_quantised_experts_are_refused(tmp_path):
-    model = tiny_original_model()
-    tensors = original_tensors(model)
-    tensors[EXPERT] = tensors[EXPERT].to(torch.float8_e4m3fn)
-    tensors[EXPERT + "_scale"] = torch.ones(64, 1)
-    folder = write_checkpoint(tmp_path, tensors, original_config(model.config))
-    with pytest.raises(ValueError, match=r"quantised .*load the unquantised checkpoint"):
-        ZayaForCausalLM.from_pretrained(folder)
-    (folder / "config.json").write_text(
-        json.dumps(original_config(model.config, quantization_config={"quant_method": "compressed-tensors"}))
-    )
-    with pytest.raises(ValueError, match=r"compressed-tensors.*load the unquantised checkpoint"):
         ZayaForCausalLM.from_pretrained(folder)

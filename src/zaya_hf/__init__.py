@@ -3,19 +3,34 @@
 import os as _os
 import warnings as _warnings
 
+from . import supported_versions as supported_versions  # first: it warns before the imports below can fail
 from .configuration_zaya import ZayaConfig
 from .modeling_zaya import ZayaForCausalLM, ZayaModel, ZayaPreTrainedModel
 from .outputs import ZayaCausalLMOutput, ZayaModelOutput
 from .registration import is_registered, register, unregister
+from .task_heads import (
+    ZayaForQuestionAnswering,
+    ZayaForSequenceClassification,
+    ZayaForTokenClassification,
+    ZayaQuestionAnsweringOutput,
+    ZayaSequenceClassifierOutput,
+    ZayaTokenClassifierOutput,
+)
 
 __version__ = "0.1.0"
 __all__ = [
     "ZayaCausalLMOutput",
     "ZayaConfig",
     "ZayaForCausalLM",
+    "ZayaForQuestionAnswering",
+    "ZayaForSequenceClassification",
+    "ZayaForTokenClassification",
     "ZayaModel",
     "ZayaModelOutput",
     "ZayaPreTrainedModel",
+    "ZayaQuestionAnsweringOutput",
+    "ZayaSequenceClassifierOutput",
+    "ZayaTokenClassifierOutput",
     "__version__",
     "is_registered",
     "register",

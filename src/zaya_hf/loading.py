@@ -7,6 +7,8 @@ In both cases the names and shapes in the files are compared with the model's be
 
 import copy
 import os
+import shutil
+import tempfile
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,22 +16,30 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedConfig
-from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, is_peft_available
-from transformers.utils.hub import cached_file, resolve_revision
-from transformers.utils.peft_utils import find_adapter_config_file
 
 from .checkpoints.layouts import detect_layout
+from .combined_copy import write_combined
 from .configuration_zaya import ZayaConfig
-from .json_checks import read_json_object
 from .loading_checks import Matched, match_tensors
+from .loading_source import (
+    FP8,
+    UNQUANTISED,
+    adapter_path,
+    at_one_commit,
+    base_of_adapter,
+    check_generation_config,
+    check_places,
+    download_arguments,
+    is_on_disk,
+    quantisation_method,
+    read_config,
+    without_fp8,
+)
+from .quantised_loading import make_linears_plain, settle_quantised
+from .remote_code import refuse_own_code
 from .saving import check_target, save_aside, save_elsewhere
 from .stock import stock_differences
 from .weight_files import WeightFiles, check_exists, find_weight_files
-
-_DOWNLOAD = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
-# Methods whose saved weights transformers restores for any model; the others change names or layouts.
-_LOADABLE_QUANTISATION = ("bitsandbytes", "torchao")
-_UNQUANTISED = "load the unquantised checkpoint (and quantise it while loading, with quantization_config=...)"
 
 
 class ZayaLoadingMixin:
@@ -51,6 +61,10 @@ class ZayaLoadingMixin:
         Folders of the original layout with `model_type` "zaya" also load through the Auto classes; those with "smoe"
         through this method only, because the Auto classes look the type up before anything of ours is asked.
 
+        Experts in FP8 with one scale per row are multiplied out, with a warning. Where weights of the original layout
+        shall stay on disk (`device_map`), they are written to `offload_folder` in the combined layout first. After
+        quantising (`quantization_config`) a warning says what share of the weights was left as it was.
+
         Raises: ValueError or OSError (FileNotFoundError), one line, naming what is missing, unknown, of a wrong type or
         shape or contradictory: tensors, shards, a tie flag, a config field, a JSON file, a format that is not
         supported. TypeError for a `config` that is neither a config nor a place.
@@ -71,28 +85,36 @@ class ZayaLoadingMixin:
 
         source = str(pretrained_model_name_or_path)
         check_exists(source)
-        kwargs |= _one_commit(source, kwargs)
-        download = _download_arguments(kwargs)
-        base = _base_of_adapter(source, download, kwargs)
+        kwargs |= at_one_commit(source, kwargs)
+        download = download_arguments(kwargs)
+        base = base_of_adapter(source, download, kwargs)
         if base is not None:
             # The revision is the adapter's.
             source, download = base, {name: value for name, value in download.items() if name != "revision"}
-        config, kwargs = _read_config(source, config, download, kwargs)
-        prequantised = _is_restorable(source, config)
+        config, kwargs = read_config(source, config, download, kwargs)
+        check_places(cls, config, kwargs.get("device_map"))
+        method = quantisation_method(source, config)
         files = find_weight_files(source, download, kwargs.get("variant"))
+        if method is None or method in FP8:
+            files = without_fp8(source, config, method, files)
+        prequantised = getattr(config, "quantization_config", None) is not None
         if cls.can_generate() and kwargs.get("generation_config") is None:  # type: ignore[attr-defined]
-            _check_generation_config(source, download)
+            check_generation_config(source, download)
         reason = None if prequantised else files.quantised()
         if reason is not None:
-            raise ValueError(f"{source} is quantised ({reason}); {_UNQUANTISED}")
+            raise ValueError(f"{source} is quantised ({reason}); {UNQUANTISED}")
         if config.dtype is None:
             config.dtype = files.float_dtype()
 
-        if detect_layout(files.tensors) == "original":
-            if base is not None or kwargs.get("adapter_kwargs"):
-                raise ValueError(f"{source}, the base of an adapter, is in the original layout; {_convert(source)}")
+        if detect_layout(files.tensors) == "original" or files.scales:
+            if prequantised:
+                raise ValueError(f"{source}, in the original layout, is quantised ({method}); {UNQUANTISED}")
             with files.open() as slices:
-                return _load_tensors(cls, stock, slices, source, config, model_args, kwargs, files)
+                loaded = _load_tensors(cls, stock, slices, source, config, model_args, kwargs, files)
+            adapter = adapter_path(kwargs) if base is None else str(pretrained_model_name_or_path)
+            if adapter is not None:
+                _add_adapter(loaded[0] if isinstance(loaded, tuple) else loaded, adapter, kwargs)
+            return loaded
         matched = None
         # Names in other quantised files and under a key mapping are not the model's.
         if not prequantised and kwargs.get("key_mapping") is None:
@@ -104,9 +126,16 @@ class ZayaLoadingMixin:
         model, info = stock.from_pretrained(
             pretrained_model_name_or_path, *model_args, config=config, output_loading_info=True, **kwargs
         )
-        if matched is not None and base is None:
-            matched.confirm(info)
+        settle_quantised(model, cls, model_args, source)
+        if matched is not None and base is None and kwargs.get("quantization_config") is None:
+            matched.confirm(info)  # a quantiser has its own names
         return (model, info) if wants_info else model
+
+    def post_init(self) -> None:
+        """A step of building a model: one that will be quantised gets torch's own linear layers."""
+        super().post_init()  # type: ignore[misc]
+        if getattr(self.config, "quantization_config", None):  # type: ignore[attr-defined]
+            make_linears_plain(self)  # type: ignore[arg-type]
 
     def save_pretrained(
         self,
@@ -142,116 +171,18 @@ class ZayaLoadingMixin:
                 kwargs.get("repo_id", folder.name), max_shard_size=max_shard_size, **given
             )
 
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
+        """Of use to subclasses defined elsewhere. Raises ValueError for those here: their folders need no code."""
+        refuse_own_code(cls)
+        super().register_for_auto_class(auto_class)  # type: ignore[misc]
+
     def stock_differences(self) -> list[tuple[str, str]]:
         """Pairs (switch, why) for what transformers' own `zaya` class computes differently; empty if nothing."""
         return stock_differences(self)
 
 
-def _convert(source: str) -> str:
-    return f"convert it once with `zaya convert {source} OUT` and load OUT"
-
-
-# --- before reading --------------------------------------------------------------------------------------------------
-
-
-def _download_arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: kwargs[name] for name in _DOWNLOAD if kwargs.get(name) is not None}
-
-
-def _one_commit(source: str, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """`revision` as a commit, so that the config and all files agree even if the repository changes meanwhile."""
-    if Path(source).is_dir():
-        return {}
-    wanted = {name: kwargs[name] for name in ("token", "local_files_only", "cache_dir") if kwargs.get(name) is not None}
-    revision = resolve_revision(source, kwargs.get("revision"), **wanted)
-    return {} if revision is None else {"revision": revision}
-
-
-def _read_config(
-    source: str, config: Any, download: Mapping[str, Any], kwargs: Mapping[str, Any]
-) -> tuple[ZayaConfig, dict[str, Any]]:
-    """The config of the load and the keyword arguments that it did not use."""
-    rest = dict(kwargs)
-    if isinstance(config, PreTrainedConfig):
-        # A copy: loading sets dtype, name and implementations on it.
-        return ZayaConfig.from_native(copy.deepcopy(config)), rest
-    if not isinstance(config, str | os.PathLike | None):
-        raise TypeError(f"config={config!r}: give a ZayaConfig, or the folder or Hub id of one")
-    place = source if config is None else str(config)
-    check_exists(place)
-    folder = Path(place, download.get("subfolder") or "")
-    where = str(folder / CONFIG_NAME) if Path(place).is_dir() else place
-    if Path(place).is_dir() and not (folder / CONFIG_NAME).is_file():
-        raise FileNotFoundError(f"{folder} has no {CONFIG_NAME}{_interrupted(folder)}")
-    # `dtype` is the loader's argument; as a config override it would also decide what "auto" means.
-    held = {
-        name: rest.pop(name) for name in ("dtype", "torch_dtype", "output_loading_info", *_DOWNLOAD) if name in rest
-    }
-    try:
-        loaded, unused = ZayaConfig.from_pretrained(place, return_unused_kwargs=True, **rest, **download)
-    except ValueError as error:
-        if str(error).startswith(("ZayaConfig:", "original ZAYA config:")):
-            raise ValueError(f"{where}: {error}") from None
-        raise
-    except OSError as error:
-        if Path(place).exists():
-            raise
-        given = "" if config is None else "config: "
-        no_hub = f"as a Hub id it gives no {CONFIG_NAME}: {' '.join(str(error).split())}"
-        raise OSError(f"{given}there is no folder {place!r}, and {no_hub}") from error
-    return loaded, {**unused, **held}
-
-
-def _interrupted(folder: Path) -> str:
-    """What to add to "there is no config.json" where a save was killed while the files changed over."""
-    if not folder.is_dir() or not (left := sorted(path.name for path in folder.glob(".saving-*"))):
-        return ""
-    return f"; a save into it did not finish (its files are in {left[0]}), so save the model again"
-
-
-def _check_generation_config(source: str, download: Mapping[str, Any]) -> None:
-    """Raise ValueError if there are generation settings that cannot be read: transformers would ignore them."""
-    if Path(source).is_dir():
-        file: Any = Path(source, download.get("subfolder") or "", GENERATION_CONFIG_NAME)
-    else:
-        file = cached_file(
-            source,
-            GENERATION_CONFIG_NAME,
-            _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_connection_errors=False,
-            **download,
-        )
-    if file is not None and Path(file).is_file():
-        settings = read_json_object(file, "a generation config (remove it to use the defaults)")
-        try:
-            GenerationConfig.from_dict(settings)
-        except (TypeError, ValueError, AttributeError) as error:
-            raise ValueError(f"{file} is not a generation config: {' '.join(str(error).split())}") from None
-
-
-def _is_restorable(source: str, config: ZayaConfig) -> bool:
-    """Whether the files are quantised in a way that transformers restores by itself. Raises ValueError for others."""
-    stored = getattr(config, "quantization_config", None)
-    if not stored:
-        return False
-    method = stored.get("quant_method") if isinstance(stored, dict) else getattr(stored, "quant_method", None)
-    method = str(getattr(method, "value", method))
-    if method not in _LOADABLE_QUANTISATION:
-        raise ValueError(f"{source} is quantised (quantization_config: {method}); {_UNQUANTISED}")
-    return True
-
-
-def _base_of_adapter(source: str, download: Mapping[str, Any], kwargs: Mapping[str, Any]) -> str | None:
-    """The base model of a folder or repository that holds nothing but a PEFT adapter; None for any other."""
-    if not is_peft_available() or kwargs.get("adapter_kwargs") or (Path(source) / CONFIG_NAME).exists():
-        return None
-    found = find_adapter_config_file(source, **download)
-    if found is None:
-        return None
-    base = read_json_object(found, "a PEFT adapter config").get("base_model_name_or_path")
-    if not isinstance(base, str):
-        raise ValueError(f"{found}: base_model_name_or_path={base!r}: it must be the folder or Hub id of a model")
-    return base
+# --- reading ----------------------------------------------------------------------------------------------------------
 
 
 def _match(
@@ -284,27 +215,17 @@ def _load_tensors(
     files: WeightFiles | None = None,
 ) -> Any:
     """Load tensors or lazy slices of either layout; what a path would have provided is set here."""
-    if kwargs.get("quantization_config") is not None:
-        raise ValueError(f"quantization_config: {source} cannot be quantised while loading; {_convert(source)}")
-    no_disk = ValueError(f"{source}: disk offload needs the combined layout; {_convert(source)}")
-    device_map = kwargs.get("device_map")
-    if isinstance(device_map, dict) and "disk" in map(str, device_map.values()):
-        raise no_disk
     matched = _match(cls, files.tensors if files is not None else tensors, source, config, model_args, kwargs)
     matched.check_tied_head(tensors)
     wants_info = kwargs.pop("output_loading_info", False)
-    try:
-        model, info = stock.from_pretrained(
-            None, *model_args, config=config, state_dict=matched.lazy(tensors), output_loading_info=True, **kwargs
-        )
-    except ValueError as error:
-        # An automatic device_map ran out of memory, and there is no file that the loader could leave tensors in.
-        if "offload_folder" in str(error):
-            raise no_disk from None
-        raise
-    if "disk" in map(str, (getattr(model, "hf_device_map", None) or {}).values()):
-        raise no_disk
-    matched.confirm(info)
+    lazy = matched.lazy(tensors)
+    if kwargs.get("quantization_config") is not None:
+        with tempfile.TemporaryDirectory(prefix="zaya-combined-") as place:
+            model, info = _load_copy(stock, Path(place), lazy, config, model_args, kwargs)
+        settle_quantised(model, cls, model_args, source)
+    else:
+        model, info = _load_lazy(stock, lazy, source, config, model_args, kwargs)
+        matched.confirm(info)
     info["unexpected_keys"] = {*info["unexpected_keys"], *matched.dropped}
     if files is not None:
         model.config.name_or_path = model.name_or_path = source
@@ -312,11 +233,73 @@ def _load_tensors(
     return (model, info) if wants_info else model
 
 
+def _load_lazy(
+    stock: Any,
+    lazy: Mapping[str, Any],
+    source: str,
+    config: ZayaConfig,
+    model_args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Load from memory, or where weights shall stay on disk from a copy in the combined layout in `offload_folder`."""
+    if not is_on_disk(kwargs.get("device_map")):
+        try:
+            model, info = stock.from_pretrained(
+                None, *model_args, config=copy.deepcopy(config), state_dict=lazy, output_loading_info=True, **kwargs
+            )
+        except ValueError as error:
+            # An automatic device_map ran out of memory, and there is no file that the loader could leave tensors in.
+            if "offload_folder" not in str(error):
+                raise
+        else:
+            if not is_on_disk(getattr(model, "hf_device_map", None)):
+                return model, info
+            del model
+    if kwargs.get("offload_folder") is None:
+        raise ValueError(
+            f"{source}: weights in the original layout cannot stay where they are on disk; give offload_folder=..., "
+            "into which they are written in the combined layout"
+        )
+    folder = Path(kwargs["offload_folder"])
+    check_target(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    place = Path(tempfile.mkdtemp(prefix="combined-", dir=folder))  # of this model alone: another may be in use
+    try:
+        return _load_copy(stock, place, lazy, config, model_args, kwargs)
+    except BaseException:
+        shutil.rmtree(place, ignore_errors=True)
+        raise
+
+
+def _add_adapter(model: Any, adapter: str, kwargs: Mapping[str, Any]) -> None:
+    """What transformers' loader does after it has loaded the base of an adapter from files."""
+    own = dict(kwargs.get("adapter_kwargs") or {})
+    own.pop("_adapter_model_path", None)
+    own = {**download_arguments(kwargs), **{name: value for name, value in own.items() if value is not None}}
+    model.load_adapter(adapter, adapter_name=kwargs.get("adapter_name", "default"), adapter_kwargs=own)
+
+
+def _load_copy(
+    stock: Any,
+    place: Path,
+    lazy: Mapping[str, Any],
+    config: ZayaConfig,
+    model_args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.get_default_dtype()
+    write_combined(place, lazy, dtype)
+    config.save_pretrained(place)  # the loader falls back on it for generation settings
+    names = ("adapter_kwargs", "variant", "subfolder", "revision")  # of the source, not of the copy
+    rest = {name: value for name, value in kwargs.items() if name not in names}
+    return stock.from_pretrained(str(place), *model_args, config=config, output_loading_info=True, **rest)
+
+
 def _read_generation_config(model: Any, source: str, kwargs: Mapping[str, Any]) -> None:
     if not model.can_generate() or kwargs.get("generation_config") is not None:
         return
     try:
-        model.generation_config = GenerationConfig.from_pretrained(source, **_download_arguments(kwargs))
+        model.generation_config = GenerationConfig.from_pretrained(source, **download_arguments(kwargs))
     except OSError:
         # None in the checkpoint: the one made from the model's config stays.
         return

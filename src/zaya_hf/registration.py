@@ -2,19 +2,40 @@
 
 from __future__ import annotations
 
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from typing import Any
+
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
+
+
+def _model_classes() -> dict[Any, Any]:
+    """Auto class -> ours."""
+    from .modeling_zaya import ZayaForCausalLM, ZayaModel
+    from .task_heads import ZayaForQuestionAnswering, ZayaForSequenceClassification, ZayaForTokenClassification
+
+    return {
+        AutoModel: ZayaModel,
+        AutoModelForCausalLM: ZayaForCausalLM,
+        AutoModelForQuestionAnswering: ZayaForQuestionAnswering,
+        AutoModelForSequenceClassification: ZayaForSequenceClassification,
+        AutoModelForTokenClassification: ZayaForTokenClassification,
+    }
 
 
 def register() -> None:
     """Let the Auto classes build zaya_hf's classes for ``model_type: zaya``. Repeating it changes nothing."""
     from .configuration_zaya import ZayaConfig
-    from .modeling_zaya import ZayaForCausalLM, ZayaModel
 
     AutoConfig.register("zaya", ZayaConfig, exist_ok=True)
-    AutoModel.register(ZayaConfig, ZayaModel, exist_ok=True)
-    AutoModelForCausalLM.register(ZayaConfig, ZayaForCausalLM, exist_ok=True)
+    for auto_class, model_class in _model_classes().items():
+        auto_class.register(ZayaConfig, model_class, exist_ok=True)
 
 
 def unregister() -> None:
@@ -23,8 +44,8 @@ def unregister() -> None:
 
     if is_registered():
         CONFIG_MAPPING._extra_content.pop("zaya")
-    for mapping in (MODEL_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING):
-        mapping._extra_content.pop(ZayaConfig, None)
+    for auto_class in _model_classes():
+        auto_class._model_mapping._extra_content.pop(ZayaConfig, None)
 
 
 def is_registered() -> bool:

@@ -32,6 +32,8 @@ def stock_differences(model: Any) -> list[tuple[str, str]]:
         found.append(("attention_bias", "with left padding its pads reach the first real tokens through the biases"))
     if config.sliding_window == 1 and "hybrid_sliding" in config.layer_types:
         found.append(("sliding_window=1", "its cache keeps every earlier token instead of none, so decoding is wrong"))
+    if not getattr(model, "stock_has_class", True):
+        found.append((type(model).__name__, "it has no such class: only the backbone can be read there"))
     layers = _layers_with_another_skip_bias(model)
     if layers:
         shown = ", ".join(map(str, layers[:4])) + (", ..." if len(layers) > 4 else "")

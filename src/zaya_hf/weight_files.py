@@ -9,7 +9,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHT
 from transformers.utils.hub import cached_file
 
 from .json_checks import json_kind, read_json_object
+from .other_formats import other_format
 
 # safetensors names of the floating dtypes that a plain checkpoint is stored in
 FLOAT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -42,6 +43,8 @@ class WeightFiles:
     source: str
     files: tuple[str, ...]
     tensors: dict[str, TensorHeader]
+    #: weights in FP8 -> their scales, see `multiplied_out`
+    scales: Mapping[str, str] = field(default_factory=dict)
 
     @contextmanager
     def open(self) -> Iterator[dict[str, Any]]:
@@ -52,7 +55,9 @@ class WeightFiles:
                 handle = stack.enter_context(safe_open(file, framework="pt", device="cpu"))
                 for name in handle.keys():  # noqa: SIM118 - a safe_open handle is no mapping
                     slices[name] = handle.get_slice(name)
-            yield slices
+            products = {name: LazyProduct(slices[name], slices[scale]) for name, scale in self.scales.items()}
+            used = set(self.scales.values())
+            yield {name: products.get(name, part) for name, part in slices.items() if name not in used}
 
     def float_dtype(self) -> torch.dtype | None:
         """The floating dtype that most values are stored in; None if there is none.
@@ -68,11 +73,35 @@ class WeightFiles:
     def quantised(self) -> str | None:
         """Why these are quantised weights, in words; None if they are plain."""
         for name, header in self.tensors.items():
-            if header.dtype.startswith("F8") or header.dtype in ("I8", "U8", "F4"):
+            if header.dtype not in FLOAT_DTYPES:  # a ZAYA model has no whole numbers
                 return f"tensor {name} is stored as {header.dtype}"
             if name.endswith(_QUANTISED_NAMES):
                 return f"tensor {name} is the scale of a quantised one"
         return None
+
+    def multiplied_out(self) -> "WeightFiles | None":
+        """The same checkpoint with weights that are read as FP8 values times their scales, in fp32.
+
+        None unless that is all that is quantised: every such weight ``X`` is F8_E4M3 and has a float tensor ``X_scale``
+        with one scale per output row or one in all.
+        """
+        scales = {}
+        for name, header in self.tensors.items():
+            if header.dtype != "F8_E4M3":
+                continue
+            scale = self.tensors.get(f"{name}_scale")
+            rows = header.shape[:-1]
+            if scale is None or scale.dtype not in FLOAT_DTYPES or scale.shape not in ((*rows, 1), rows, (1,), ()):
+                return None
+            scales[name] = f"{name}_scale"
+        used = set(scales.values())
+        tensors = {
+            name: replace(header, dtype="F32") if name in scales else header
+            for name, header in self.tensors.items()
+            if name not in used
+        }
+        plain = replace(self, tensors=tensors, scales=scales)
+        return plain if scales and plain.quantised() is None else None
 
 
 class LazyStack:
@@ -109,12 +138,36 @@ class LazyStack:
         return out
 
 
+class LazyProduct:
+    """A weight times its scales, ``[..., rows, 1]`` or ``[..., rows]`` or one in all, in fp32 when it is read."""
+
+    def __init__(self, weight: Any, scale: Any) -> None:
+        self.weight, self.scale = weight, scale
+
+    def get_shape(self) -> list[int]:
+        return _shape_of(self.weight)
+
+    def get_dtype(self) -> str:
+        return "F32"
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        weight, scale = self.weight[...].to(torch.float32), self.scale[...].to(torch.float32)
+        if scale.shape == weight.shape[:-1]:
+            scale = scale[..., None]
+        product: torch.Tensor = (weight * scale)[index]
+        return product
+
+
 def _shape_of(tensor: Any) -> list[int]:
     return list(tensor.shape) if isinstance(tensor, torch.Tensor) else list(tensor.get_shape())
 
 
 def check_exists(source: str) -> None:
-    """Raise FileNotFoundError (one line) if `source` can only be a local path and there is none."""
+    """Raise (one line) if `source` can be no model: FileNotFoundError for a path to nothing, ValueError for a file."""
+    if source.endswith(".gguf"):
+        raise ValueError(f"{source}: GGUF files are not supported; load the safetensors checkpoint it was made from")
+    if Path(source).is_file():
+        raise ValueError(f"{source} is a file; give the folder that holds it and {CONFIG_NAME}")
     path_like = source.startswith((".", "~", os.sep)) or source.count("/") > 1 or not source
     if path_like and not Path(source).exists():
         raise FileNotFoundError(f"there is no folder {source!r} (and it is no Hub id, which has the form name/name)")
@@ -128,11 +181,7 @@ def find_weight_files(source: str, download: Mapping[str, Any], variant: str | N
     Raises: FileNotFoundError for a missing folder, a missing shard or a folder without weights; OSError from the Hub;
     ValueError for formats other than safetensors and for an index that contradicts its shards.
     """
-    if source.endswith(".gguf"):
-        raise ValueError(f"{source}: GGUF files are not supported; load the safetensors checkpoint it was made from")
     check_exists(source)
-    if Path(source).is_file():
-        raise ValueError(f"{source} is a file; give the folder that holds it and {CONFIG_NAME}")
     folder = Path(source, download.get("subfolder") or "") if Path(source).is_dir() else None
     find = _in_folder(folder) if folder is not None else _in_repository(source, download)
     single = find(_with_variant(SAFE_WEIGHTS_NAME, variant))
@@ -176,10 +225,9 @@ def _no_weights(source: str, folder: Path | None) -> Exception:
         return FileNotFoundError(
             f"{where} has safetensors files but neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}"
         )
-    if any(name.endswith(".gguf") for name in names):
-        return ValueError(f"{where} holds GGUF files only; load the safetensors checkpoint that they were made from")
-    if any(name.endswith((".bin", ".pt", ".pth")) for name in names):
-        return ValueError(f"{where} holds pickled weights only; save them as {SAFE_WEIGHTS_NAME} (safetensors) first")
+    found = other_format(folder) if folder is not None else None
+    if found is not None:
+        return ValueError(f"{where} {found}")
     return FileNotFoundError(f"{where} has no weights: neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}")
 
 

@@ -142,7 +142,9 @@ def combined_key_to_original(
 ) -> list[str] | None:
     """Original names of a combined tensor: one, or one per expert in the order of dimension 0; None if it is unknown.
 
-    `key` may or may not start with `model.`; the results do, except for the head. `moe_block` is one of `MOE_BLOCKS`.
+    `key` may or may not start with `model.`; the results do, except for the head. `num_blocks` and `num_experts` are
+    the sizes of the model in the combined layout (`num_hidden_layers` of its config). `moe_block` is one of
+    `MOE_BLOCKS`.
     """
     if key in ("lm_head.weight", "lm_head.bias"):
         return [key]
@@ -194,7 +196,10 @@ class Plan:
 
 
 def plan_from_original(keys: Iterable[str], num_blocks: int, num_experts: int) -> Plan:
-    """Sort the tensor names of an original checkpoint into the combined ones (see `Plan`)."""
+    """Sort the tensor names of an original checkpoint into the combined ones (see `Plan`).
+
+    `keys` are all its names; `num_blocks` and `num_experts` are the sizes of the model in the combined layout.
+    """
     plan = Plan()
     stacks: dict[str, dict[int, str]] = {}
     for key in keys:
