@@ -10,6 +10,11 @@ ifndef SEED
 SEED := $(shell $(PYTHON) -c "import secrets; print(secrets.randbelow(2**31))")
 endif
 PYTEST_ARGS ?=
+# The environment of `make test-latest`, and what pip is asked for there; pre-releases: LATEST="--pre transformers".
+LATEST_VENV ?= .venv-latest
+LATEST ?= transformers
+LATEST_TESTS ?= $(wildcard tests/test_parity_*.py tests/test_cache*.py tests/test_static_cache.py tests/test_generate*.py \
+	tests/test_padding.py tests/test_packing.py tests/test_imports.py tests/test_registration.py)
 QUICKSTART_ARGS ?=
 BENCH_ARGS ?=
 
@@ -25,10 +30,10 @@ PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test fuzz bench lint clean
+.PHONY: help install quickstart test test-latest fuzz bench lint docs clean
 
 help:  ## list the targets
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 install: $(STAMP)  ## install torch, zaya_hf (editable) and the extras EXTRAS=dev (or dev,train ...) into VENV=.venv
 
@@ -44,6 +49,16 @@ quickstart: $(STAMP)  ## train, evaluate and compare five tiny models (about fiv
 test: $(STAMP)  ## the tests that need neither GPU nor network (PYTEST_ARGS adds to the command)
 	$(TEST_ENV) $(VENV)/bin/python -m pytest -q $(PARALLEL) $(PYTEST_ARGS)
 
+# pip is told of transformers alone, so that the upper bound of pyproject.toml does not hold; what it then says about
+# packages that do not fit together is no error.
+test-latest:  ## parity and cache tests on the newest transformers, in an environment of its own (LATEST_VENV, LATEST)
+	$(MAKE) --no-print-directory install VENV=$(LATEST_VENV)
+	$(LATEST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade $(LATEST)
+	@$(LATEST_VENV)/bin/python -c "import torch, transformers, zaya_hf.supported_versions as v; \
+		print('test-latest: torch', torch.__version__ + ', transformers', transformers.__version__, \
+		'(the newest tested before:', v.TESTED['transformers'] + ')')"
+	$(TEST_ENV) $(LATEST_VENV)/bin/python -m pytest -q $(PARALLEL) $(LATEST_TESTS) $(PYTEST_ARGS)
+
 fuzz: $(STAMP)  ## the random tests with a fresh seed (SEED=N repeats one) and many more examples
 	@echo "fuzz: SEED=$(SEED)"
 	$(TEST_ENV) ZAYA_TEST_SEED=$(SEED) $(VENV)/bin/python -m pytest -q $(PARALLEL) \
@@ -57,6 +72,9 @@ lint: $(STAMP)  ## ruff and mypy
 	$(VENV)/bin/ruff format --check --quiet .
 	$(VENV)/bin/mypy
 
+docs: $(STAMP)  ## API reference from the docstrings, as HTML in docs/api
+	$(VENV)/bin/python docs/build_api.py docs/api
+
 clean:  ## remove the environment, caches, builds and the quickstart's output
-	rm -rf $(VENV) build dist runs .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(LATEST_VENV) build dist docs/api runs .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

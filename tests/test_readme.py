@@ -9,33 +9,24 @@ from pathlib import Path
 
 import pytest
 
-from zaya_hf import ZayaForCausalLM
-from zaya_hf.quickstart.bpe import train_tokenizer
+from doc_examples import ROOT, python_blocks, quickstart_folder, run_block
 from zaya_hf.quickstart.models import FAMILIES
-from zaya_hf.testing import tiny_config
 
-ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A saved model with a tokenizer, as the quickstart leaves one."""
-    path = tmp_path_factory.mktemp("readme") / "model"
-    tokenizer = train_tokenizer([README] * 4, 400)
-    ends = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}
-    ZayaForCausalLM(tiny_config(vocab_size=len(tokenizer), **ends)).save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return path
+    return quickstart_folder(tmp_path_factory.mktemp("readme") / "model", README)
 
 
-CODE = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+CODE = python_blocks(README)
 
 
 @pytest.mark.parametrize("code", CODE, ids=lambda code: code.splitlines()[0][:40])
 def test_the_python_examples_run(code: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "runs/quickstart/hub/zaya" in code
-    exec(compile(code.replace("runs/quickstart/hub/zaya", str(folder)), "README.md", "exec"), {"__name__": "readme"})
+    run_block(code, {"runs/quickstart/hub/zaya": folder}, "README.md")
     assert capsys.readouterr().out.strip()
 
 
@@ -67,14 +58,14 @@ def test_a_named_test_exists(name: str) -> None:
 
 
 def test_named_make_targets_exist() -> None:
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
-    used = set(re.findall(r"`make ([a-z]+)", README))
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    used = set(re.findall(r"`make ([a-z-]+)", README))
     assert used
     assert used <= targets
 
 
 def test_named_files_exist() -> None:
-    for path in re.findall(r"`(?:python )?((?:benchmarks|src|tests)/[\w/.]+)", README):
+    for path in re.findall(r"`(?:python )?((?:benchmarks|docker|docs|src|tests)/[\w/.]+)", README):
         assert (ROOT / path).exists(), path
 
 

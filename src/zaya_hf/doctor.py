@@ -25,7 +25,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import import_utils
 
 import zaya_hf
-from zaya_hf import ops
+from zaya_hf import ops, rocm_checks, supported_versions
 from zaya_hf.modeling_zaya import ZayaForCausalLM
 from zaya_hf.testing import random_ids, redraw, tiny_config
 
@@ -41,6 +41,8 @@ _PACKAGES = (
     "datasets",
     "lm_eval",
     "matplotlib",
+    "peft",
+    "trl",
 )
 # What each extra is for; `dev` is for work on zaya_hf itself and not reported.
 _EXTRAS = {
@@ -48,6 +50,8 @@ _EXTRAS = {
     "eval": "lm-eval and plots: quickstart and report",
     "kernels": "Triton; no operator uses it yet",
 }
+# States of `supported_versions.Installed` that meet a requirement; nothing can be said against a version that is none.
+_MET = ("supported", "newer than tested", "unreadable")
 _ATTENTION_PROBES = {
     "flash_attention_2": import_utils.is_flash_attn_2_available,
     "flash_attention_3": import_utils.is_flash_attn_3_available,
@@ -82,6 +86,8 @@ def collect() -> dict[str, Any]:
         "attention_available": ["eager", "sdpa", *(name for name, here in _ATTENTION_PROBES.items() if here())],
         "auto_classes": _auto_classes(),
         "extras": extras,
+        "versions": [installed._asdict() for installed in supported_versions.look_up(_version)],
+        "rocm": rocm_checks.as_json(rocm_checks.findings(rocm_checks.look())),
     }
 
 
@@ -196,8 +202,8 @@ def _checkout() -> Path | None:
 def _lacking(requirement: Requirement) -> list[str]:
     """[] if the requirement is met here, else one text that says what was asked and what is there."""
     version = _version(requirement.name)
-    # A local build such as 2.13.0+rocm or a pre-release of a later version meets the bound.
-    if version is not None and requirement.specifier.contains(version, prereleases=True):
+    # A local build such as 2.13.0+rocm or a build on the way to a release meets the bound as that release does.
+    if supported_versions.state_of(requirement.name, version, str(requirement.specifier)) in _MET:
         return []
     found = "not installed" if version is None else f"{version} is installed"
     return [f"{canonicalize_name(requirement.name)}{requirement.specifier} ({found})"]
@@ -221,6 +227,8 @@ def describe(report: dict[str, Any]) -> str:
             say(f"on {kind}", f"a tiny model runs; attention {check['attention']}, experts {check['experts']}")
         else:
             say(f"on {kind}", f"FAILS: {check['error']}")
+    say("versions", *_version_lines(report["versions"]))
+    say("ROCm", *_finding_lines(report["rocm"]))
     say("operators", *_operator_lines(report))
     say("attention", f"available: {', '.join(report['attention_available'])}")
     ours = report["auto_classes"]["model"].startswith("zaya_hf.")
@@ -238,6 +246,26 @@ def _wrapped(items: Any, width: int = 100) -> list[str]:
             lines.append("")
         lines[-1] += (", " if lines[-1] else "") + item
     return lines
+
+
+def _version_lines(versions: list[dict[str, Any]]) -> list[str]:
+    """What is outside the supported or the tested range, with the range; one line if all is within."""
+    lines = []
+    for about in versions:
+        found = f"{about['name']} {about['version']}"
+        if about["state"] in ("too old", "too new"):
+            wanted = f"{about['name']}{about['supported']}"
+            lines.append(f"{found} is {about['state']}: pip install '{wanted}'")
+        elif about["state"] == "newer than tested":
+            lines.append(f"{found} is newer than the newest tested, {supported_versions.TESTED[about['name']]}")
+        elif about["state"] == "unreadable":
+            lines.append(f"{found}: no version that can be compared; supported is {about['supported']}")
+    return lines or ["all installed packages are in the supported ranges"]
+
+
+def _finding_lines(findings: list[dict[str, Any]]) -> list[str]:
+    marks = {"problem": "PROBLEM: ", "note": "note: "}
+    return [f"{marks.get(finding['level'], '')}{finding['text']}" for finding in findings]
 
 
 def _operator_lines(report: dict[str, Any]) -> list[str]:

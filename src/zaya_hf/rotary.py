@@ -29,7 +29,7 @@ class RotaryTables:
     def frequencies(self, layer_type: str, device: torch.device) -> torch.Tensor:
         """``[rotary_dim / 2]`` fp32."""
         key = (layer_type, device)
-        if key in self._per_device and not is_tracing():
+        if not is_tracing() and key in self._per_device:  # in this order: a trace would be guarded by what it reads
             return self._per_device[key]
         frequencies = torch.tensor(self._numbers[layer_type][0], dtype=torch.float32, device=device)
         if not is_tracing(frequencies):  # a traced tensor must not outlive its trace

@@ -82,7 +82,7 @@ def _is_tied(model: torch.nn.Module) -> bool:
 
 
 def random_ids(*shape: int, seed: int = 0, low: int = 3, high: int = 128) -> Tensor:
-    """Random token ids in [low, high), int64."""
+    """Random token ids in [low, high), int64, of the given `shape`; the same for the same `seed`."""
     return torch.randint(low, high, shape, generator=torch.Generator().manual_seed(seed))
 
 

@@ -63,6 +63,7 @@ def evaluate(
 
     Args:
         model: any causal language model of transformers' interface.
+        tokenizer: the model's.
         tasks: names of tasks in `task_folder`.
         items: folder that the tasks are told in their metadata.
         max_length: tokens that the model sees at most.
@@ -99,6 +100,10 @@ def evaluate(
 def describe(tasks: Sequence[str], *, task_folder: Path, items: Path) -> list[dict[str, Any]]:
     """What each task is: `name`, `title`, `kind`, `items`, `version`, `description`; if choices, `choices`, `chance`;
     and `note`, which says what its scores have to be read against, or nothing.
+
+    Args:
+        tasks: names of tasks in `task_folder`.
+        items: folder that the tasks are told in their metadata.
 
     Raises:
         ValueError: a task is unknown or has another kind of metric, or the items are not there.

@@ -43,6 +43,11 @@ def above_chance(successes: int, n: int, chance: float, confidence: float = 0.99
     The interval is the set of probabilities that the score test accepts; this is that test, so no rounding of the
     interval's ends is in it.
 
+    Args:
+        successes, n: how many items were right, and how many there were.
+        chance: the accuracy of guessing.
+        confidence: of the interval.
+
     Raises:
         ValueError: the counts, the chance or the confidence are impossible.
     """

@@ -66,6 +66,8 @@ def write_card(results: dict[str, Any], folder: Path, template: Path | None = No
     """Write the card into a folder that has none yet, and return its path.
 
     Args:
+        results: what results.json of a quickstart holds.
+        folder: that of the model.
         template: by default the quickstart's.
 
     Raises:
@@ -83,7 +85,7 @@ def write_card(results: dict[str, Any], folder: Path, template: Path | None = No
 
 
 def check_card(text: str, results: Mapping[str, Any] | None = None) -> list[str]:
-    """What is wrong with a card, one line each; nothing if it is right.
+    """What is wrong with a card, whose whole text is `text`, one line each; nothing if it is right.
 
     Checked are the metadata (it parses; licence, library, pipeline, language, tags, name and results are there; every
     result is a finite number), placeholders that nobody filled in, and the numbers of the table of results: those of

@@ -25,7 +25,7 @@ LIBRARY.define(
 
 
 def covers(x: Tensor) -> bool:
-    """Whether the experts belong here."""
+    """Whether the experts of tokens `x` belong here."""
     return is_possible(x) and not selection.reference_only()
 
 
@@ -38,7 +38,9 @@ def experts(
     activation: str,
     packed_experts: PackedExperts | None = None,
 ) -> Tensor:
-    """As `reference.experts`, with the name of the activation in transformers."""
+    """As `reference.experts` (`x`, `slots`, `weights`, `gate_up_proj`, `down_proj`), with the name of the activation in
+    transformers, and `packed_experts`, the two weights packed.
+    """
     handle = "" if packed_experts is None else packed_experts.handle
     return torch.ops.zaya_hf.experts(x, slots, weights, gate_up_proj, down_proj, activation, handle)
 

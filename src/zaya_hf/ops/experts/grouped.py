@@ -29,7 +29,7 @@ def covers(x: Tensor) -> bool:
 
 
 class PackedExperts(Transient):
-    """The weights of all experts packed (`ops.linear.PackedWeight`), one by one."""
+    """The weights of all experts, `gate_up_proj` and `down_proj`, packed one by one (`ops.linear.PackedWeight`)."""
 
     def __init__(self, gate_up_proj: Tensor, down_proj: Tensor):
         self.gate_up = [PackedWeight(weight) for weight in gate_up_proj]

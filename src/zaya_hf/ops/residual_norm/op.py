@@ -17,7 +17,13 @@ def residual_merge(
     residual_scale: Tensor | None = None,
     residual_bias: Tensor | None = None,
 ) -> Tensor:
-    """``(output + b) s + (residual + b') s'`` in fp32 or wider; see `reference.residual_merge`."""
+    """``(output + b) s + (residual + b') s'`` in fp32 or wider; see `reference.residual_merge`.
+
+    Args:
+        output, residual: ``[..., hidden_size]``; without a residual the first summand alone.
+        output_scale, output_bias: s and b, ``[hidden_size]``.
+        residual_scale, residual_bias: s' and b', likewise.
+    """
     arguments = (output, residual, output_scale, output_bias, residual_scale, residual_bias)
     chosen = fused if not selection.reference_only() and fused.covers(output, residual) else reference
     return chosen.residual_merge(*arguments)
