@@ -25,13 +25,14 @@ from typing import Any, NoReturn
 
 # command -> module whose `run(args) -> int` carries it out
 COMMANDS = {
+    "chat": "zaya_hf.chat_cli",
     "doctor": "zaya_hf.doctor",
     "generate": "zaya_hf.generation_cli",
     "quickstart": "zaya_hf.quickstart.run",
     "report": "zaya_hf.report_cli",
 }
 # Commands that read nothing but files of this machine: libraries below them must not reach for the network either.
-OFFLINE = frozenset({"doctor", "generate", "quickstart", "report"})
+OFFLINE = frozenset({"chat", "doctor", "generate", "quickstart", "report"})
 # The five models of the quickstart; ours first.
 QUICKSTART_MODELS = ("zaya", "qwen3", "gemma3", "llama", "olmoe")
 INTERRUPTED = 130
@@ -62,6 +63,13 @@ def _number(convert: Callable[[str], float], allowed: Callable[[float], bool], w
     return parse
 
 
+def _not_empty(text: str) -> str:
+    """An argparse type: text that is not empty."""
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty")
+    return text
+
+
 def _model_names(text: str) -> tuple[str, ...]:
     """An argparse type: names of `QUICKSTART_MODELS`, separated by commas, each once."""
     names = tuple(name.strip() for name in text.split(","))
@@ -79,6 +87,127 @@ _TEMPERATURE = _number(float, lambda t: 0 <= t < float("inf"), "a number from 0 
 _TOP_P = _number(float, lambda p: 0 < p <= 1, "a number above 0 and at most 1")
 
 
+def _model_options() -> argparse.ArgumentParser:
+    """What `generate` and `chat` say alike about the model."""
+    options = argparse.ArgumentParser(add_help=False)
+    options.add_argument("path", type=Path, metavar="PATH", help="folder of a saved ZAYA model, any published layout")
+    group = options.add_argument_group("model")
+    group.add_argument(
+        "--dtype",
+        choices=["auto", "float32", "bfloat16", "float16"],
+        default="auto",
+        help="of the weights; auto, the default, keeps the folder's",
+    )
+    group.add_argument("--device", metavar="DEVICE", help="cpu, cuda, cuda:1 (also for ROCm); default: a GPU if any")
+    group.add_argument(
+        "--pack-weights", action="store_true", help="faster on a CPU; takes as much memory again as the weights"
+    )
+    group.add_argument(
+        "--compile", action="store_true", help="compile the decoding step: a wait at first, then faster for long texts"
+    )
+    return options
+
+
+def _sampling_options(length: str) -> argparse.ArgumentParser:
+    """What `generate` and `chat` say alike about the texts. `length` is the help's word on the default length."""
+    options = argparse.ArgumentParser(add_help=False)
+    group = options.add_argument_group("text")
+    group.add_argument("--max-new-tokens", type=_POSITIVE, metavar="N", help=length)
+    group.add_argument(
+        "--temperature", type=_TEMPERATURE, metavar="T", help="0 is greedy; default: the folder's generation config"
+    )
+    group.add_argument("--top-p", type=_TOP_P, metavar="P", help="sample from the likeliest words of total mass P")
+    group.add_argument("--top-k", type=_POSITIVE, metavar="K", help="sample from the K likeliest words")
+    group.add_argument("--seed", type=_SEED, metavar="N", help="makes sampling repeatable")
+    group.add_argument(
+        "--stop",
+        type=_not_empty,
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="end a text before TEXT; repeatable",
+    )
+    group.add_argument("--system", metavar="TEXT", help="the system prompt of a chat")
+    group.add_argument(
+        "--thinking",
+        action=argparse.BooleanOptionalAction,
+        help="whether a chat model thinks before it answers (enable_thinking); default: its template's",
+    )
+    return options
+
+
+def _add_generate(commands: Any, parents: list[argparse.ArgumentParser]) -> None:
+    generate = commands.add_parser(
+        "generate",
+        parents=parents,
+        help="continue prompts with a saved model",
+        description="Load the model and tokenizer of a folder and continue one prompt or many. One text is streamed to "
+        "standard output; several are printed in the order of their prompts.",
+        epilog="With one seed, a prompt at one place in the list gives the same text whatever --batch-size is, but for "
+        "rounding, where the chances of two words are next to equal (beam search with sampling aside).",
+    )
+    group = generate.add_argument_group("prompts")
+    source = group.add_mutually_exclusive_group()
+    source.add_argument(
+        "--prompt", action="append", metavar="TEXT", help="a prompt; repeatable; without any, standard input is one"
+    )
+    source.add_argument(
+        "--prompt-file",
+        type=Path,
+        action="append",
+        metavar="FILE",
+        help="a UTF-8 file that is one prompt, less a newline at its end; repeatable; - is standard input",
+    )
+    source.add_argument(
+        "--prompts",
+        type=Path,
+        metavar="FILE",
+        help="one prompt a line; in a .jsonl file each line is a string or an object with prompt or messages; "
+        "- is standard input",
+    )
+    group.add_argument("--jsonl", action="store_true", help="read --prompts as JSON Lines, whatever its name")
+    group.add_argument("--chat", action="store_true", help="put each prompt into the tokenizer's chat template")
+    group = generate.add_argument_group("how many, and where to")
+    group.add_argument("--num-beams", type=_POSITIVE, metavar="N", help="beam search; its text comes at the end")
+    group.add_argument(
+        "--num-return-sequences", type=_POSITIVE, default=1, metavar="N", help="sample N texts for each prompt"
+    )
+    group.add_argument(
+        "--batch-size", type=_POSITIVE, default=1, metavar="N", help="prompts at a time; default: %(default)s"
+    )
+    group.add_argument("--json", action="store_true", help="print JSON, one object a line, instead of the texts")
+    group.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="write JSON Lines to FILE when all texts are there; until then they are in FILE.part",
+    )
+    group.add_argument("--resume", action="store_true", help="go on with the FILE.part of an interrupted run")
+    group.add_argument("--force", action="store_true", help="replace FILE and what is left of an interrupted run")
+
+
+def _add_chat(commands: Any, parents: list[argparse.ArgumentParser]) -> None:
+    chat = commands.add_parser(
+        "chat",
+        parents=parents,
+        help="talk to a saved chat model",
+        description="Load the model and tokenizer of a folder and talk to it; /help lists the commands. Ctrl-C stops "
+        "an answer, Ctrl-D (or Ctrl-C twice at the prompt) leaves. Nothing is written to disk but with --history and "
+        "/save.",
+        epilog="Where standard input is not a terminal, each of its lines is a message of one conversation, and only "
+        "the answers are printed. One message of several lines: zaya generate PATH --chat --prompt-file FILE.",
+    )
+    chat.add_argument(
+        "--history", type=Path, metavar="FILE", help="go on with the conversation in FILE (JSON) and keep it there"
+    )
+    chat.add_argument(
+        "--show-thinking",
+        action=argparse.BooleanOptionalAction,
+        help="print the model's thinking; default: only on a terminal, dimmed",
+    )
+    chat.add_argument("--json", action="store_true", help="print one JSON object a line for each answer")
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands. Imports nothing but the standard library."""
     common = argparse.ArgumentParser(add_help=False)
@@ -90,7 +219,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser = argparse.ArgumentParser(
         prog="zaya",
-        description="ZAYA1 models in transformers: check an installation, generate text, train and compare small ones.",
+        description="ZAYA1 models in transformers: check an installation, generate text, chat, train and compare small "
+        "ones.",
         parents=[common],
     )
     parser.add_argument("--version", action="version", version=f"zaya_hf {version()}")
@@ -101,35 +231,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     doctor.add_argument("--json", action="store_true", help="print one JSON object")
 
-    generate = commands.add_parser(
-        "generate",
-        parents=[common],
-        help="continue a prompt with a saved model",
-        description="Load the model and tokenizer of a folder and continue a prompt. Text goes to standard output.",
-    )
-    generate.add_argument("path", type=Path, metavar="PATH", help="folder of a saved ZAYA model, any published layout")
-    source = generate.add_mutually_exclusive_group()
-    source.add_argument("--prompt", metavar="TEXT", help="the prompt; without it and --prompt-file, standard input")
-    source.add_argument(
-        "--prompt-file", type=Path, metavar="FILE", help="read the prompt from a UTF-8 file, less a newline at its end"
-    )
-    generate.add_argument("--max-new-tokens", type=_POSITIVE, metavar="N", help="default: 128, or what fits")
-    generate.add_argument(
-        "--temperature", type=_TEMPERATURE, metavar="T", help="0 is greedy; default: the folder's generation config"
-    )
-    generate.add_argument("--top-p", type=_TOP_P, metavar="P", help="sample from the likeliest words of total mass P")
-    generate.add_argument("--top-k", type=_POSITIVE, metavar="K", help="sample from the K likeliest words")
-    generate.add_argument("--num-beams", type=_POSITIVE, metavar="N", help="beam search; its text comes at the end")
-    generate.add_argument("--seed", type=_SEED, metavar="N", help="makes sampling repeatable")
-    generate.add_argument(
-        "--dtype",
-        choices=["auto", "float32", "bfloat16", "float16"],
-        default="auto",
-        help="of the weights; auto, the default, keeps the folder's",
-    )
-    generate.add_argument("--device", metavar="DEVICE", help="cpu, cuda, cuda:1 (also for ROCm); default: a GPU if any")
-    generate.add_argument("--chat", action="store_true", help="put the prompt into the tokenizer's chat template")
-    generate.add_argument("--json", action="store_true", help="print one JSON object instead of streaming the text")
+    _add_generate(commands, [common, _model_options(), _sampling_options("default: 128, or what fits")])
+    _add_chat(commands, [common, _model_options(), _sampling_options("default: to the end of the context")])
 
     quickstart = commands.add_parser(
         "quickstart",
@@ -231,8 +334,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. `argv` is the command line without the program's name."""
     parser = build_parser()
     args = parser.parse_args(argv)
-    if args.command == "generate" and args.prompt is None and args.prompt_file is None and sys.stdin.isatty():
-        parser.error("generate: no prompt: give --prompt TEXT, --prompt-file FILE, or text on standard input")
+    asked = args.command == "generate" and not (args.prompt or args.prompt_file or args.prompts)
+    if asked and sys.stdin is not None and sys.stdin.isatty():
+        parser.error(
+            "generate: no prompt: give --prompt TEXT, --prompt-file FILE, --prompts FILE, or text on standard input"
+        )
     debug = getattr(args, "debug", False) or os.environ.get("ZAYA_DEBUG") == "1"
     if args.command in OFFLINE:
         _go_offline()

@@ -14,7 +14,6 @@ import warnings
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import huggingface_hub
 import pytest
@@ -23,8 +22,10 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import zaya_cli
 import zaya_hf
+from commands import error_line, generated, zaya
 from original_checkpoints import original_config, original_tensors, write_checkpoint
 from zaya_hf import doctor, generation_cli, ops
+from zaya_hf.inference import prompts
 from zaya_hf.quickstart import bpe
 from zaya_hf.testing import redraw, tiny_config
 
@@ -52,32 +53,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def copied(folder: Path, tmp_path: Path) -> Path:
     """A copy of the folder that a test may damage."""
     return Path(shutil.copytree(folder, tmp_path / "copy"))
-
-
-def zaya(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    """Exit code, standard output and standard error of a command."""
-    try:
-        code = zaya_cli.main([str(argument) for argument in arguments])
-    except SystemExit as stop:
-        code = int(stop.code or 0)
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
-
-
-def generated(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
-    code, out, err = zaya(capsys, "generate", *arguments, "--json")
-    assert (code, err) == (0, "")
-    report: dict[str, Any] = json.loads(out)
-    return report
-
-
-def error_line(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    """The single line of an error that makes the command fail with exit code 1 and print nothing else."""
-    code, out, err = zaya(capsys, *arguments)
-    assert (code, out) == (1, "")
-    assert err.count("\n") == 1, err
-    assert err.startswith(f"zaya {arguments[0]}: error: ")
-    return err
 
 
 class TestUsage:
@@ -385,12 +360,10 @@ class TestGenerate:
         self, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         chunks: list[str] = []
-        monkeypatch.setattr(
-            generation_cli.TextStreamer, "on_finalized_text", lambda self, text, stream_end=False: chunks.append(text)
-        )
+        monkeypatch.setattr(generation_cli, "write", chunks.append)
         code, out, _ = zaya(capsys, "generate", folder, "--prompt", PROMPT, "--max-new-tokens", 12, "--temperature", 0)
         assert (code, out) == (0, "")
-        assert sum(bool(chunk) for chunk in chunks) > 1
+        assert sum(bool(chunk) for chunk in chunks) > 2  # one of them ends the line
 
     def test_the_seed_decides_what_is_sampled(self, capsys: pytest.CaptureFixture[str], folder: Path) -> None:
         arguments = (folder, "--prompt", PROMPT, "--max-new-tokens", 16, "--temperature", 1.0, "--top-k", 50, "--seed")
@@ -432,7 +405,7 @@ class TestGenerate:
             for report in (from_file, from_stdin):
                 assert (report["prompt"], report["new_tokens"]) == (prompt, expected["new_tokens"])
         file.write_bytes(b"x = 1\r")
-        assert generation_cli.read_prompt(None, file) == "x = 1\r"
+        assert prompts.whole_file(file).text == "x = 1\r"
 
     def test_registration_does_not_matter(
         self, capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path

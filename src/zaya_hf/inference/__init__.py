@@ -1,0 +1,1 @@
+"""What `zaya generate` and `zaya chat` are made of: prompts, batches, sampling, streamed text, conversations."""
