@@ -86,7 +86,7 @@ def test_the_metadata_state_versions_extras_and_the_command(wheel: Path) -> None
     assert set(about.get_all("Provides-Extra")) == {"train", "eval", "kernels", "dev"}
     assert about["License-Expression"] == "Apache-2.0"
     core = {Requirement(text).name for text in about.get_all("Requires-Dist") if "extra ==" not in text}
-    assert core == {"torch", "transformers", "safetensors", "numpy", "tqdm"}
+    assert core == {"torch", "transformers", "safetensors", "jinja2", "numpy", "tqdm"}
     assert dict(scripts["console_scripts"]) == {"zaya": "zaya_cli:main"}
 
 

@@ -14,6 +14,6 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError: `args.path` holds no results of ours, or a package is missing.
     """
-    require("a report", "jinja2", "matplotlib")
+    require("a report", "matplotlib")
     print(importlib.import_module("zaya_hf.quickstart.report").rebuild(args.path))
     return 0

@@ -24,6 +24,7 @@ REQUIRED = {
     "torch": ">=2.11",
     "transformers": ">=5.24,<6",
     "safetensors": ">=0.5",
+    "jinja2": ">=3.1",
     "numpy": ">=1.26",
     "tqdm": ">=4.66",
 }
@@ -31,7 +32,6 @@ REQUIRED = {
 OPTIONAL = {
     "accelerate": ">=1.15",
     "datasets": ">=5.2",
-    "jinja2": ">=3.1",
     "lm-eval": ">=0.4.13",
     "matplotlib": ">=3.9",
     "peft": ">=0.21",

@@ -14,7 +14,7 @@ def run(args: argparse.Namespace) -> int:
         ValueError: a package is missing; besides, what `pipeline.run` raises.
     """
     # They come with the extras `train` and `eval`.
-    require("the quickstart", "accelerate", "datasets", "jinja2", "lm-eval", "matplotlib", "rich")
+    require("the quickstart", "accelerate", "datasets", "lm-eval", "matplotlib", "rich")
     importlib.import_module("zaya_hf.quickstart.pipeline").run(args)
     return 0
 
