@@ -26,6 +26,7 @@ MODULES = (
     "zaya_hf.checkpoints.layouts",
     "zaya_hf.evaluation.harness",
     "zaya_hf.evaluation.statistics",
+    "zaya_hf.exporting",
     "zaya_hf.hub.card",
     "zaya_hf.ops",
     "zaya_hf.ops.selection",

@@ -45,6 +45,8 @@ def test_the_python_examples_run(
     page: str, code: str, places: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    compile_to = torch.compile  # into what it traces: code generation takes minutes, and has tests of its own
+    monkeypatch.setattr(torch, "compile", lambda *args, **options: compile_to(*args, **options, backend="eager"))
     run_block(code, places, page)
 
 

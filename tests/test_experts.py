@@ -41,7 +41,9 @@ class Chosen(nn.Module):
         super().__init__()
         self.slots, self.weights = slots, weights
 
-    def forward(self, x: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, state: Tensor | None, replayed: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return x.new_zeros(x.shape[0] * x.shape[1], EXPERTS + 1), self.slots, self.weights, x[..., :1]
 
 

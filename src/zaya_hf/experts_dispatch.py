@@ -2,8 +2,9 @@
 
 ``experts_implementation`` names one: "zaya" (the default), "eager" (`ops.experts`, always), or one of transformers'
 (grouped_mm, batched_mm ...). "zaya" is the fastest known for the device: `ops.experts` on a CPU, where torch's grouped
-product is a slower loop, inside a compiled graph as one operator; elsewhere grouped_mm, and batched_mm for the few
-tokens of a decoding step, as `generate` of transformers does.
+product is a slower loop, inside a compiled graph as one operator, and in an exported program, which may hold no
+operator of this package or of transformers; elsewhere grouped_mm, and batched_mm for the few tokens of a decoding step,
+as `generate` of transformers does.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def _name(module: Any, hidden_states: Tensor) -> str:
         return "eager"
     tracing = is_tracing(hidden_states)
     if name == OURS:
-        if hidden_states.device.type == "cpu" and not tracing:
+        if ops.selection.is_exporting() or (hidden_states.device.type == "cpu" and not tracing):
             return "eager"
         few = not tracing and hidden_states.shape[0] <= DECODING_ROWS and not torch.is_grad_enabled()
         # without values, torch's grouped product is there for bf16 only

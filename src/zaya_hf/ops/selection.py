@@ -41,6 +41,11 @@ def is_eager() -> bool:
     )
 
 
+def is_exporting() -> bool:
+    """Whether a program is being made that has to run without this package, and on values that are not known yet."""
+    return torch.compiler.is_exporting() or (not torch.compiler.is_compiling() and bool(torch._C._get_tracing_state()))
+
+
 def are_plain(*tensors: Tensor | None) -> bool:
     """Whether all are torch's own strided tensors or parameters, no subclass that has its own idea of operators."""
     return all(t is None or (type(t) in (Tensor, torch.nn.Parameter) and t.layout == torch.strided) for t in tensors)

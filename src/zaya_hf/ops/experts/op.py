@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from .. import selection
-from . import grouped, reference
+from . import grouped, reference, traced
 from .grouped import PackedExperts
 
 
@@ -23,9 +23,15 @@ def experts(
     """``weights[n] * down(act(gate(x[n])) * up(x[n]))`` with the expert that slot n names; see `reference.experts`.
 
     Args:
+        x: ``[N, D]``.
+        slots, weights: ``[N]`` int64, the expert of each token (E or more: none, the result is 0), and its weight.
+        gate_up_proj, down_proj: ``[E, 2 I, D]``, gate first, and ``[E, D, I]``.
+        act_fn: the activation of the gate.
         packed: the two weights packed; used where no gradient is wanted, and never after the weights have changed.
     """
     arguments = (x, slots, weights, gate_up_proj, down_proj, act_fn)
+    if traced.covers():
+        return traced.experts(*arguments)
     if selection.reference_only() or not grouped.covers(x):
         return reference.experts(*arguments)
     return grouped.experts(*arguments, packed)
