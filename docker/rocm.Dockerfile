@@ -26,7 +26,10 @@ COPY model_cards model_cards
 # The system's Python: in AMD's image, `python3` on the path is another environment with another torch.
 RUN make install PYTHON=/usr/bin/python3 TORCH="${TORCH}" EXTRAS="${EXTRAS}"
 COPY benchmarks benchmarks
+COPY docs docs
+COPY docker docker
 COPY tests tests
+COPY .gitignore ./
 
 ENV PATH=/workspace/.venv/bin:${PATH} \
     PYTHONUNBUFFERED=1 \

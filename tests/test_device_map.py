@@ -5,7 +5,12 @@ More of modules whose weights arrive when they are called: `test_offload.py`.
 
 from __future__ import annotations
 
+import copy
+import gc
 import json
+import shutil
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import dispatch_model, infer_auto_device_map, init_empty_weights, load_checkpoint_and_dispatch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -20,6 +26,7 @@ from original_checkpoints import original_config, original_tensors, write_checkp
 from saved_models import differing, tiny_model
 from zaya_hf import ZayaForCausalLM, ZayaForSequenceClassification, ZayaModel
 from zaya_hf.combined_copy import write_combined
+from zaya_hf.temporary_folders import host_prefix
 from zaya_hf.testing import random_ids, tiny_config
 
 #: RoPE frequencies of the tiny config: theta 5e6 to the power of -2 i / 8
@@ -187,6 +194,91 @@ def test_two_models_share_an_offload_folder(tmp_path, folders, model):
     loaded = [ZayaForCausalLM.from_pretrained(folder, **options) for folder in (folders["original"], second)]
     assert_equals(loaded[1], other)
     assert_equals(loaded[0], model)
+
+
+def test_the_copy_goes_with_the_model(tmp_path, folders, model):
+    """Its modules, and copies of them, go on reading from it."""
+    loaded = ZayaForCausalLM.from_pretrained(folders["original"], device_map={"": "disk"}, offload_folder=tmp_path)
+    twin = copy.deepcopy(loaded)
+    del loaded
+    gc.collect()
+    assert_equals(twin, model)
+    layers = twin.model.layers
+    del twin
+    gc.collect()
+    assert len(list(tmp_path.iterdir())) == 1
+    del layers
+    gc.collect()
+    assert not list(tmp_path.iterdir())
+
+
+def test_copies_of_processes_that_ended_are_removed(tmp_path, folders):
+    """A process that was killed with a model on disk could not remove its own; at its end one does, and a fork not."""
+    program = """
+import os, sys, warnings
+warnings.simplefilter("ignore")
+from zaya_hf import ZayaForCausalLM
+model = ZayaForCausalLM.from_pretrained(sys.argv[1], device_map={"": "disk"}, offload_folder=sys.argv[2])
+if os.fork() == 0:
+    sys.exit()
+os.wait()
+print(len(os.listdir(sys.argv[2])))
+"""
+    (tmp_path / f"{host_prefix('combined')}{2**22 + 1}-left").mkdir()  # no Linux process has so large a number
+    command = [sys.executable, "-c", program, str(folders["original"]), str(tmp_path)]
+    ran = subprocess.run(command, capture_output=True, text=True)
+    assert ran.stdout == "1\n", ran.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_memory_limits_leave_nothing_but_the_copy(tmp_path, folders):
+    loaded = ZayaForCausalLM.from_pretrained(
+        folders["original"], device_map="auto", max_memory={"cpu": 400_000}, offload_folder=tmp_path
+    )
+    assert "disk" in loaded.hf_device_map.values()
+    assert [path.is_dir() for path in tmp_path.iterdir()] == [True]
+
+
+def test_a_full_disk_is_named_before_anything_is_written(tmp_path, folders, monkeypatch):
+    free = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr("shutil.disk_usage", lambda place: free)
+    with pytest.raises(
+        OSError, match=rf"^{tmp_path}/offload: a copy in the combined layout takes 0.00 GB, and .* free;"
+    ):
+        ZayaForCausalLM.from_pretrained(
+            folders["original"], device_map={"": "disk"}, offload_folder=tmp_path / "offload"
+        )
+    assert not list(tmp_path.iterdir())
+    monkeypatch.undo()
+
+    def fail(*args: Any, **options: Any) -> None:
+        raise SafetensorError("Error while serializing: No space left on device")
+
+    monkeypatch.setattr("zaya_hf.combined_copy.save_file", fail)
+    with pytest.raises(OSError, match=r"model-00001.safetensors cannot be written: Error while serializing: No space"):
+        write_combined(tmp_path, {"a": torch.ones(3)}, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "said"),
+    [
+        ({"device_map": {}}, ValueError, "device_map is empty: it must give devices by module name"),
+        ({"device_map": {"": None}}, TypeError, "device_map has '': None: it must give devices"),
+        ({"device_map": {"model": "cpu", 3: "cpu"}}, TypeError, "device_map has 3: 'cpu': it must give devices"),
+        ({"device_map": ["cpu"]}, TypeError, r"device_map=\['cpu'\]: it must be a device"),
+        ({"device_map": "auto", "max_memory": [1]}, TypeError, r"max_memory=\[1\]: it must be a dict by device"),
+        ({"dtype": "float99"}, ValueError, "dtype='float99': it must be \"auto\" or one of float64, "),
+        ({"dtype": torch.int64}, ValueError, 'dtype=torch.int64: it must be "auto" or one of '),
+        ({"torch_dtype": torch.float8_e4m3fn}, ValueError, "torch_dtype=torch.float8_e4m3fn: it must be "),
+        ({"quantization_config": "int8"}, TypeError, "quantization_config='int8': it must be a config such as "),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("layout", ["combined", "original"])
+def test_arguments_that_make_no_sense(folders, layout, options, error, said):
+    with pytest.raises(error, match=f"^{said}") as caught:
+        ZayaForCausalLM.from_pretrained(folders[layout], **options)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_failed_load_leaves_no_copy(tmp_path, folders, monkeypatch):

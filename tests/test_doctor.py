@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -241,3 +242,26 @@ def test_versions_outside_the_ranges_are_named(monkeypatch: pytest.MonkeyPatch) 
 def test_all_versions_in_range_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_version", {"torch": "2.13.0+rocm7.2", "transformers": "5.24.0.dev0"}.get)
     assert "versions     all installed packages are in the supported ranges\n" in doctor.describe(doctor.collect())
+
+
+def test_a_device_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others are listed all the same, on either build."""
+
+    def properties(index: int) -> Any:
+        if index == 0:
+            raise RuntimeError("CUDA error: busy\nor unavailable")
+        return SimpleNamespace(name="MI300X", gcnArchName="gfx942", major=9, minor=4, total_memory=2**30)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    monkeypatch.setattr(torch.version, "hip", "7.2")
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["gfx942"])
+    broken, healthy = doctor._devices()
+    assert broken["name"] == "FAILS: CUDA error: busy or unavailable"
+    assert healthy["architecture"] == "gfx942"
+    assert rocm_checks.look().architectures == ["unknown", "gfx942"]
+    monkeypatch.setattr(doctor, "_device_kinds", lambda: ["cpu"])
+    lines = doctor.describe(doctor.collect()).splitlines()
+    assert any(line.endswith("cuda:0: FAILS: CUDA error: busy or unavailable") for line in lines)
+    assert any(line.endswith("cuda:1: MI300X, gfx942, 1.0 GiB") for line in lines)

@@ -18,7 +18,7 @@ def model(request) -> ZayaForCausalLM:
     return model_of(request.param)
 
 
-@pytest.mark.parametrize("length", [1, 2, 9])
+@pytest.mark.parametrize("length", [1, 9])
 @pytest.mark.parametrize("given", ["ids", "embeddings"])
 def test_greedy(model, length, given):
     prompt = random_ids(1, length)
@@ -70,6 +70,22 @@ def test_drafted_tokens_are_the_greedy_ones(model, draft, length):
     assert torch.equal(got[:, length:], greedy(model, prompt, 14))
 
 
+@pytest.mark.parametrize("given", ["an implementation", "a cache"])
+def test_drafts_end_with_the_text(model, given):
+    """A repetitive prompt, so that looked-up drafts would reach beyond the last token; a cache has no slots there."""
+    for seed in range(2):
+        prompt = random_ids(1, 3, seed=seed).repeat(1, 3)
+        for new in (2, 3, 5):
+            options = dict(OPEN_ENDED, max_new_tokens=new, prompt_lookup_num_tokens=6)
+            if given == "a cache":
+                cache = StaticCache(config=model.config, max_cache_len=8 + new)
+                cache.activate_past_recording()
+                got = model.generate(prompt, cache=cache, **options)
+            else:
+                got = model.generate(prompt, cache_implementation="static", **options)
+            assert torch.equal(got[:, 9:], greedy(model, prompt, new))
+
+
 def test_going_on_from_a_returned_cache_and_after_a_reset(model):
     prompt, more = random_ids(1, 5), random_ids(1, 3, seed=2)
     cache = StaticCache(config=model.config, max_cache_len=40)
@@ -102,8 +118,13 @@ def graphs(monkeypatch) -> list[int]:
 
 
 @pytest.mark.usefixtures("graphs")
-@pytest.mark.parametrize("lengths", [[7, 7], [7, 4]], ids=["unpadded", "left pads"])
-def test_the_step_is_compiled_once(model, lengths, graphs):
+@pytest.mark.parametrize(
+    ("kind", "lengths"),
+    [("sliding", [7]), ("sliding", [7, 4]), ("bias, widths 3 4", [7, 4])],
+    ids=["one row", "left pads", "left pads, full"],
+)
+def test_the_step_is_compiled_once(kind, lengths, graphs):
+    model = model_of(kind)
     for width, seed in ((7, 3), (5, 4)):  # the second prompt has another length, but the cache is as large
         ids, mask, prompts = padded([min(length, width) for length in lengths], "left", seed=seed)
         got = model.generate(ids, attention_mask=mask, max_new_tokens=12 + 7 - width, **COMPILED)

@@ -7,6 +7,8 @@ any weights are read, and nothing is written.
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
 import warnings
 from collections.abc import Callable
@@ -206,6 +208,77 @@ def test_arguments_for_other_formats(whole, cls):
         cls.from_pretrained(whole, use_safetensors=False)
 
 
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "model.safetensors.index.json", "shard"])
+@pytest.mark.parametrize("kind", ["link", "loop", "folder", "pipe"])
+def test_what_stands_in_the_place_of_a_file_is_named(tmp_path, name, kind):
+    """A link into a cache that was tidied, say; not that the file is missing."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        MODEL.save_pretrained(
+            tmp_path, max_shard_size="150KB" if name in ("shard", "model.safetensors.index.json") else "1GB"
+        )
+    path = tmp_path / name if name != "shard" else min(tmp_path.glob("model-*"))
+    path.unlink()
+    if kind == "link":
+        path.symlink_to("../blobs/abc")
+    elif kind == "loop":
+        path.symlink_to(path.name)
+    else:
+        (path.mkdir if kind == "folder" else lambda: os.mkfifo(path))()
+    state = {"link": r"is a link to ../blobs/abc, which does not exist; fetch it again",
+             "loop": rf"is a link to {path.name}, which does not exist; fetch it again",
+             "folder": "is a folder, not a file", "pipe": "is a device or pipe, not a file"}[kind]  # fmt: skip
+    place = f"{tmp_path}: shard {path.name}" if name == "shard" else str(path)
+    with pytest.raises(FileNotFoundError, match=f"^{place} {state}"):
+        ZayaForCausalLM.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["", "no such folder", "a\0b", "~/model", "one/two/three", "./model"])
+def test_what_is_neither_a_folder_nor_a_hub_id(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    said = f"there is no folder {name!r} (and it is no Hub id, which has the form name/name)"
+    with pytest.raises(FileNotFoundError, match=f"^{re.escape(said)}$"):
+        ZayaForCausalLM.from_pretrained(name)
+
+
+def test_a_state_dict_is_a_dict():
+    with pytest.raises(TypeError, match=r"^state_dict is a list: it must be a dict of tensors by name$"):
+        ZayaForCausalLM.from_pretrained(None, state_dict=[1], config=MODEL.config)
+
+
+def test_a_variant_that_is_not_there_is_named(whole):
+    right = "neither model.fp16.safetensors nor model.safetensors.index.fp16.json"
+    with pytest.raises(FileNotFoundError, match=f"^{whole} has safetensors files but {right}$"):
+        ZayaForCausalLM.from_pretrained(whole, variant="fp16")
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors.index.json"])
+@pytest.mark.parametrize(
+    "text",
+    ["[" * 100_000, '{"a":' * 100_000, '{"hidden_size": ' + "9" * 5000 + "}"],
+    ids=["lists", "objects", "digits"],
+)
+def test_json_that_python_gives_up_on(tmp_path, whole, name, text):
+    shutil.copytree(whole, tmp_path / "model")
+    (tmp_path / "model" / name).write_text(text)
+    if "index" in name:
+        (tmp_path / "model" / "model.safetensors").unlink()
+    with pytest.raises(
+        ValueError, match=rf"^{tmp_path}/model/{name} is not a .*: it is no whole JSON file \(.*\); fetch"
+    ):
+        ZayaForCausalLM.from_pretrained(tmp_path / "model")
+
+
+@pytest.mark.parametrize("shard", ["", ".", "..", "a/b", "a\0b"])
+def test_an_index_names_files_beside_it(tmp_path, whole, shard):
+    shutil.copytree(whole, tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").unlink()
+    index = {"weight_map": {"model.norm.weight": shard}}
+    (tmp_path / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=r"index.json lists the shard '.*', which is not a plain file name$"):
+        ZayaForCausalLM.from_pretrained(tmp_path / "model")
+
+
 def test_pickles_are_never_opened(tmp_path, whole, monkeypatch):
     """Also where they lie beside the safetensors files."""
     shutil.copytree(whole, tmp_path / "model")
@@ -299,6 +372,40 @@ def test_fp8_in_the_combined_layout_and_under_a_task_head(tmp_path):
     assert torch.equal(head.model.layers[0].mlp.experts.down_proj, meant[EXPERT])
 
 
+def test_the_rest_of_the_files_decides_on_the_dtype_where_the_config_does_not(tmp_path):
+    stored, _ = fp8_tensors()
+    narrow = {name: value if value.dtype == torch.float8_e4m3fn else value.to(torch.bfloat16)
+              for name, value in stored.items()}  # fmt: skip
+    folder = write_checkpoint(tmp_path, narrow, original_config(MODEL.config, torch_dtype=None))
+    with pytest.warns(UserWarning, match="FP8"):
+        assert ZayaForCausalLM.from_pretrained(folder).dtype == torch.bfloat16
+
+
+def test_fp8_on_disk_is_multiplied_out_in_the_dtype_that_was_asked_for(tmp_path):
+    """Not in that of the config, which would round the products first."""
+    stored, _ = fp8_tensors()
+    folder = write_checkpoint(tmp_path / "fp8", stored, original_config(MODEL.config, torch_dtype="bfloat16"))
+    ids = random_ids(1, 5)
+    options = {"device_map": {"": "disk"}, "offload_folder": tmp_path / "offload"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        want = ZayaForCausalLM.from_pretrained(folder, dtype=torch.float32)(ids).logits
+        on_disk = [ZayaForCausalLM.from_pretrained(folder, dtype=dtype, **options) for dtype in (want.dtype, "float32")]
+    for loaded in on_disk:
+        torch.testing.assert_close(loaded(ids).logits, want, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_scales_that_are_no_numbers_are_refused(tmp_path, value):
+    stored, _ = fp8_tensors()
+    name = next(name for name in stored if name.endswith("linear_fc1.weight_scale"))
+    stored[name] = stored[name].clone()
+    stored[name][3] = value
+    folder = write_checkpoint(tmp_path, stored, original_config(MODEL.config))
+    with pytest.raises(ValueError, match=rf"^{folder}: {name} has a value that is not finite; fetch the files again$"):
+        ZayaForCausalLM.from_pretrained(folder)
+
+
 @pytest.mark.parametrize(
     ("name", "tensor", "said"),
     [
@@ -339,7 +446,7 @@ def test_restorable_methods_are_refused_in_the_original_layout(tmp_path):
 def test_an_adapter_without_peft_says_what_is_missing(tmp_path, monkeypatch):
     (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "somewhere"}))
     monkeypatch.setattr("zaya_hf.loading_source.is_peft_available", lambda: False)
-    with pytest.raises(ValueError, match=r"holds a PEFT adapter, .* by the package peft: install it$"):
+    with pytest.raises(ValueError, match=r"holds a PEFT adapter and no model; where the package peft is installed, "):
         ZayaForCausalLM.from_pretrained(tmp_path)
 
 

@@ -54,7 +54,7 @@ def test_op_takes_the_slots_it_is_given_and_weighs_them() -> None:
     torch.testing.assert_close(gradient, expected)
 
 
-@pytest.mark.parametrize("form", ["per layer", "stacked", "top-1", "int16", "nothing told"])
+@pytest.mark.parametrize("form", ["per layer", "stacked", "top-1", "int16", "uint16", "nothing told"])
 def test_own_slots_change_nothing(form: str) -> None:
     model = a_model().train()
     own = model(IDS, output_router_logits=True).router_slots
@@ -63,6 +63,7 @@ def test_own_slots_change_nothing(form: str) -> None:
         "stacked": stacked(own),
         "top-1": stacked(own)[..., None],
         "int16": stacked(own).to(torch.int16),
+        "uint16": stacked(own).to(torch.uint16),  # torch finds no bounds of these
         "nothing told": torch.full((*IDS.shape, LAYERS), -1),
     }[form]
     assert torch.equal(model(IDS, routed_experts=told).logits, model(IDS).logits)

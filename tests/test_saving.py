@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from saved_models import contents, differing, files, tiny_model
-from zaya_hf import ZayaForCausalLM, saving
+from zaya_hf import ZayaForCausalLM, saving, temporary_folders
 
 
 @pytest.fixture(autouse=True)
@@ -266,7 +266,7 @@ def test_a_save_that_stops_anywhere_leaves_no_mix(tmp_path, saves, before, after
         if error is OSError:
             continue
         # Whatever was left, the next save makes it whole and removes what is not its own.
-        saving._IN_USE.clear()  # the killed process is gone
+        temporary_folders._IN_USE.clear()  # the killed process is gone
         saving.save_aside(folder, None, copy_into(new_folder))
         assert found(folder, models) == "new"
         assert not any(name.startswith(".") for name in files(folder))
@@ -314,7 +314,7 @@ def test_shards_never_fill_names_that_an_old_index_lists(tmp_path, saves):
 
 
 def test_leftovers_of_processes_that_are_gone_are_removed(tmp_path):
-    prefix = saving._host_prefix()
+    prefix = temporary_folders.host_prefix(".saving")
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     gone, own = f"{prefix}{ended.pid}-abc", f"{prefix}{os.getpid()}-abc"

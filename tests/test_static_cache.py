@@ -142,6 +142,16 @@ def test_what_an_earlier_prompt_left_does_not_matter(model):
     assert_close(got, uncached(model, ids))
 
 
+def test_layout_does_not_depend_on_the_prompt(model):
+    """A compiled program is one for the strides of its tensors."""
+    strides = []
+    for rows, tokens in ((1, 5), (1, 9), (3, 4)):
+        cache = cache_for(model, kind="static")
+        feed(model, cache, random_ids(rows, tokens), [tokens])
+        strides.append([tensor.stride() for tensor in tensors_of(cache)])
+    assert strides[0] == strides[1] == strides[2]
+
+
 @pytest.mark.parametrize("first", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("then", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 def test_a_cache_goes_from_mode_to_mode(model, first, then):
@@ -203,11 +213,10 @@ def test_calls_as_a_compiler_sees_them(model, sizes, given):
     )
 
 
-@pytest.mark.parametrize("kind", ["full", "sliding"])
-def test_two_programs_serve_a_prompt_and_every_step(kind):
+def test_two_programs_serve_a_prompt_and_every_step():
     """The cache is new when the first is traced; the second is compiled once for all steps."""
     torch._dynamo.reset()
-    model, counted = model_of(kind), []
+    model, counted = model_of("sliding"), []
 
     def backend(module, inputs):
         counted.append(len(inputs))
@@ -268,6 +277,21 @@ def test_a_call_that_dies_in_a_layer_is_noticed(monkeypatch):
     assert_close(feed(model, cache, ids, [5, 3]), uncached(model, ids))
 
 
+@pytest.mark.parametrize("remove", [1, 2])
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_a_crop_does_not_hide_that_a_call_died(monkeypatch, kind, remove):
+    model, ids = model_of("full"), random_ids(1, 8)
+    cache = cache_for(model, recording=True, kind=kind)
+    feed(model, cache, ids[:, :4], [4])
+    with monkeypatch.context() as patched:
+        patched.setattr(type(model.model.layers[0].input_layernorm), "forward", lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(ids[:, 4:6], cache=cache)
+    cache.crop(-remove)
+    with pytest.raises(RuntimeError, match="left the cache half-filled"):
+        model(ids[:, 4:5], cache=cache)
+
+
 # -------------------------------------------------------------------------------------------------- whose cache it is
 @pytest.mark.parametrize("kind", ["full", "sliding"])
 def test_made_with_the_config_of_the_stock_class(kind):
@@ -309,3 +333,30 @@ def test_gradients_are_those_of_the_call(model):
         assert (got is None) == (want is None)
         if got is not None:
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["full", "window 1"])
+@pytest.mark.parametrize("trained", ["q_proj", "v_proj_current", "temp"])
+def test_gradients_of_few_parameters_survive_the_next_call(kind, trained):
+    """A graph that needs a gradient of keys alone saves the values as well; the next call writes in that memory."""
+
+    def gradient(kind_of_cache: str) -> torch.Tensor:
+        model = copy.deepcopy(model_of(kind)).requires_grad_(False)
+        parameter = next(p for name, p in model.named_parameters() if trained in name)
+        parameter.requires_grad_()
+        cache, ids = cache_for(model, kind=kind_of_cache), random_ids(2, 9)
+        with torch.enable_grad():
+            loss = model(ids[:, :5], cache=cache).logits.square().mean()
+            model(ids[:, 5:], cache=cache)
+            (got,) = torch.autograd.grad(loss, parameter)
+        return got
+
+    torch.testing.assert_close(gradient("static"), gradient("dynamic"), rtol=1e-4, atol=1e-5)
+
+
+def test_nothing_that_is_held_keeps_a_graph_alive(model):
+    cache = cache_for(model, recording=True, kind="static")
+    with torch.enable_grad():
+        feed(model, cache, random_ids(2, 9), [5, 1, 3])
+    held = [*tensors_of(cache), *(columns for layer in cache.layers for columns in layer.recorded)]
+    assert not any(tensor.requires_grad for tensor in held)

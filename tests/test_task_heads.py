@@ -17,6 +17,7 @@ from transformers import (
     AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
+    DynamicCache,
     PreTrainedTokenizerFast,
     Trainer,
     TrainingArguments,
@@ -268,6 +269,15 @@ def test_a_text_in_two_calls():
     torch.testing.assert_close(again.logits, model(ids).logits, **CLOSE)
 
 
+@pytest.mark.parametrize("cls", [ZayaForTokenClassification, ZayaForQuestionAnswering])
+def test_tokens_in_two_calls(cls):
+    model, ids = classifier(cls), random_ids(2, 9)
+    for name in ("cache", "past_key_values"):
+        cache = DynamicCache(config=model.config)
+        parts = [scores(model(part, **{name: cache})) for part in (ids[:, :6], ids[:, 6:])]
+        torch.testing.assert_close(torch.cat(parts, 1), scores(model(ids)), **CLOSE)
+
+
 def test_hidden_states_routers_and_tuples():
     for cls in HEADS:
         model = classifier(cls, attn_implementation="eager")
@@ -367,6 +377,9 @@ def test_answers():
         (3, torch.tensor([0.0, 1.0]), None, r"labels have shape \[2\]; expected \[2, 3\]"),
         (3, torch.tensor([0.0, 1.0]), "single_label_classification", "labels have dtype torch.float32; expected int64"),
         (1, torch.zeros(2, 4), None, r"labels have shape \[2, 4\]; expected \[2\] or \[2, 1\]"),
+        (3, torch.zeros(2, 3).long(), None, r"labels have shape \[2, 3\]; .*; floats or bools for several labels"),
+        (3, torch.tensor([[0.0, 1, 7], [0, 1, 1]]), None, r"labels contain 7; expected 0 \.\.\. 1, for each label"),
+        (3, torch.tensor([[0.0, 1, float("nan")], [0, 1, 1]]), None, "labels contain nan; expected 0"),
     ],
 )
 def test_wrong_labels_are_named(width, labels, problem, said):
@@ -379,6 +392,35 @@ def test_wrong_token_labels_are_named():
     for labels in (torch.full((2, 4), 3), torch.zeros(2, 5, dtype=torch.long), torch.zeros(2, 4)):
         with pytest.raises(ValueError, match=r"^labels "):
             model(random_ids(2, 4), labels=labels)
+
+
+def test_what_is_no_tensor_or_no_problem_type_is_named():
+    model = classifier()
+    with pytest.raises(TypeError, match=r"^labels are a list; expected a tensor\.$"):
+        model(random_ids(2, 4), labels=[0, 1])
+    with pytest.raises(TypeError, match=r"^labels are a list; expected a tensor\.$"):
+        classifier(ZayaForTokenClassification)(random_ids(2, 4), attention_mask=torch.ones(2, 4), labels=[[0] * 4] * 2)
+    answers = classifier(ZayaForQuestionAnswering)
+    for wrong, error in (([1, 2], TypeError), (torch.tensor([1.0, 2.0]), ValueError)):
+        with pytest.raises(error, match=r"^end_positions (are a list|have dtype torch.float32); expected "):
+            answers(random_ids(2, 4), start_positions=torch.tensor([1, 2]), end_positions=wrong)
+    model.config.problem_type = "ranking"
+    with pytest.raises(ValueError, match=r"^config.problem_type is 'ranking'; expected regression, "):
+        model(random_ids(2, 4), labels=torch.tensor([0, 1]))
+
+
+def test_bools_are_several_labels():
+    model, ids, flags = classifier(), random_ids(2, 4), torch.tensor([[True, False, True], [False, False, True]])
+    torch.testing.assert_close(model(ids, labels=flags).loss, model(ids, labels=flags.float()).loss, **CLOSE)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"classifier_dropout": 2.0}, {"hidden_dropout": "x"}, {"token_classification_bias": "no"}], ids=str
+)
+def test_wrong_extra_keys_are_named(wrong):
+    [(name, value)] = wrong.items()
+    with pytest.raises(ValueError, match=rf"^ZayaConfig: {name}={value!r} is wrong: it must be "):
+        tiny_config(**wrong)
 
 
 def test_rows_without_a_label_count_for_nothing():

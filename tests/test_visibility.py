@@ -399,3 +399,19 @@ def test_traced_4d_masks_and_cumulative_lengths() -> None:
             for name, a, b in zip((*NAMES, "full", "sliding"), compiled(case), function(case), strict=True):
                 if b is not None:
                     assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize("name", ["attention_mask", "position_ids", "seq_idx"])
+def test_sizes_of_one_argument_that_a_compiler_knows_as_symbols(name: str) -> None:
+    """As when a compiled model that has met rows of several lengths is given its first mask."""
+
+    config = config_for()
+
+    def segment(x: Tensor, given: Tensor) -> Tensor | None:
+        return describe(*x.shape, config, **{name: given}).segment
+
+    x, given = torch.zeros(2, 6), torch.tensor([[0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1]])
+    torch._dynamo.maybe_mark_dynamic(x, (0, 1))
+    compiled = torch.compile(segment, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(x, given), segment(x, given))
+    torch._dynamo.reset()

@@ -120,13 +120,13 @@ def slots_per_layer(
         )
     if routed_experts.dtype == torch.bool or routed_experts.is_floating_point() or routed_experts.is_complex():
         raise ValueError(f"routed_experts have dtype {routed_experts.dtype}; expected int64 or another integer.")
-    wrong = _outside(routed_experts, -1, num_experts)
+    slots = routed_experts.view(*shape[:3]).to(of.device, torch.long)
+    wrong = _outside(slots, -1, num_experts)
     if wrong is not None:
         raise ValueError(
             f"routed_experts contain {wrong}; slots lie in 0 ... {num_experts - 1}, {num_experts} skips the experts, "
             "-1 leaves the choice to the router."
         )
-    slots = routed_experts.view(*shape[:3]).to(of.device, torch.long)
     return list(slots.unbind(-1))
 
 

@@ -22,6 +22,7 @@ from transformers.utils.import_utils import is_tracing
 
 from .cache_layers import QK, CCALayerMixin, ZayaFullLayer, ZayaSlidingLayer
 from .history import RowHistory, StaticRowHistory
+from .ops import selection
 from .static_layers import ZayaStaticFullLayer, ZayaStaticSlidingLayer
 
 WHAT_TO_PASS = (
@@ -178,7 +179,8 @@ def check_call(cache: Cache, x: Tensor) -> None:
 
     Raises:
         ValueError: naming both batch sizes; and for more tokens than a static cache has slots for (which a compiled or
-            exported call cannot see); and for an offloaded cache of a model on the CPU.
+            exported call cannot see); for an offloaded cache of a model on the CPU; and for exporting a call that a
+            static cache begins with: the program would begin with the states of then in every call.
     """
     batch_size, tokens = x.shape[:2]
     if cache.offloading and x.device.type == "cpu":
@@ -190,6 +192,8 @@ def check_call(cache: Cache, x: Tensor) -> None:
             "make one with a larger max_cache_len, or reset() it."
         )
     states = layer_of(cache, 0).states()
+    if states is None and isinstance(history, StaticRowHistory) and selection.is_exporting():
+        raise ValueError("an empty static cache cannot be exported; export a zaya_hf.exporting.ExportableDecoder.")
     rows = batch_size if states is None else states[QK].shape[0]
     if rows != batch_size:
         raise ValueError(

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
-from .weight_files import LazyProduct, LazyStack
+from .weight_files import FLOAT_DTYPES, LazyProduct, LazyStack
 
 _SHARD_BYTES = 2 * 2**30
 
@@ -30,8 +32,14 @@ def write_combined(
         dtype: of weights that are multiplied out when they are read; the others keep theirs.
         shard_bytes: a shard is closed once it has as many; a single larger tensor still is one shard.
 
-    Raises: OSError from the disk.
+    Raises: OSError where the disk is full, before anything is written if that can be told, and from the disk.
     """
+    needed, free = sum(_bytes_of(lazy, dtype) for lazy in tensors.values()), shutil.disk_usage(folder).free
+    if needed > free:
+        raise OSError(
+            f"{folder.parent}: a copy in the combined layout takes {needed / 1e9:.2f} GB, and {free / 1e9:.2f} GB are "
+            "free; give a folder on a larger disk (offload_folder, or TMPDIR where the model is quantised)"
+        )
     weight_map: dict[str, str] = {}
     shard: dict[str, torch.Tensor] = {}
     size, number = 0, 1
@@ -50,6 +58,16 @@ def write_combined(
     (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index), encoding="utf-8")
 
 
+def _bytes_of(lazy: Any, dtype: torch.dtype) -> int:
+    """What a tensor takes in the copy."""
+    if isinstance(lazy, torch.Tensor):
+        return lazy.numel() * lazy.element_size()
+    if not _is_multiplied_out(lazy):
+        name = lazy.get_dtype()
+        dtype = FLOAT_DTYPES.get(name) or getattr(torch, name.removeprefix("torch."))
+    return math.prod(lazy.get_shape()) * dtype.itemsize
+
+
 def _is_multiplied_out(lazy: Any) -> bool:
     parts = lazy.parts if isinstance(lazy, LazyStack) else [lazy]
     return any(isinstance(part, LazyProduct) for part in parts)
@@ -57,7 +75,10 @@ def _is_multiplied_out(lazy: Any) -> bool:
 
 def _write(folder: Path, number: int, shard: dict[str, torch.Tensor]) -> dict[str, str]:
     file = f"model-{number:05d}.safetensors"
-    save_file(shard, folder / file, metadata={"format": "pt"})
+    try:
+        save_file(shard, folder / file, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"{folder / file} cannot be written: {error}") from None
     return dict.fromkeys(shard, file)
 
 

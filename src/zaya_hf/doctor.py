@@ -110,9 +110,14 @@ def _device_kinds() -> list[str]:
 
 def _devices() -> list[dict[str, Any]]:
     """The GPUs that torch sees; ROCm devices are "cuda" to torch, too."""
-    found = []
+    found: list[dict[str, Any]] = []
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-        about = torch.cuda.get_device_properties(index)
+        try:
+            about = torch.cuda.get_device_properties(index)
+        except RuntimeError as error:  # in use by another process, fallen off the bus ...
+            failure = f"FAILS: {' '.join(str(error).split())}"
+            found.append({"device": f"cuda:{index}", "name": failure, "architecture": "unknown", "memory_gib": None})
+            continue
         # On ROCm the architecture is the name compilers use (gfx942), on CUDA the compute capability.
         architecture = getattr(about, "gcnArchName", "") if torch.version.hip else f"sm_{about.major}{about.minor}"
         found.append(
@@ -218,7 +223,10 @@ def describe(report: dict[str, Any]) -> str:
 
     say("zaya_hf", f"{report['zaya_hf']}, Python {report['python']}, {report['platform']}")
     say("packages", *_wrapped(f"{name} {version or '-'}" for name, version in report["packages"].items()))
-    gpus = [f"{d['device']}: {d['name']}, {d['architecture']}, {d['memory_gib']} GiB" for d in report["devices"]]
+    gpus = [
+        f"{d['device']}: {d['name']}" + (f", {d['architecture']}, {d['memory_gib']} GiB" if d["memory_gib"] else "")
+        for d in report["devices"]
+    ]
     say("devices", f"torch is built for {report['torch_build']}, {report['cpu_threads']} CPU threads", *gpus)
     if not gpus:
         say("", "no GPU is visible to torch: everything runs on the CPU")

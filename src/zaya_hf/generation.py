@@ -152,6 +152,20 @@ class ZayaGenerationMixin(WithoutContinuousBatching):
         cached, last = (t[::every] for t in history.counted_on())
         return torch.cat([cached, last[:, None] + new[:, history.length :].cumsum(1)], dim=1)
 
+    def _get_candidate_generator(self, generation_config: GenerationConfig, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers, but drafts end one token before the text has to. Looked-up ones can reach beyond: those
+        tokens are fed, then dropped, and a static cache made for this text has no slots for them."""
+        generator = super()._get_candidate_generator(generation_config, *args, **kwargs)  # type: ignore[misc]
+        draft, longest = generator.get_candidates, generation_config.max_length - 1
+
+        def get_candidates(ids: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+            drafted, logits = draft(ids, *args, **kwargs)
+            new = min(drafted.shape[1], max(longest, ids.shape[1])) - ids.shape[1]
+            return drafted[:, : ids.shape[1] + new], logits[:, :new] if logits is not None and new else None
+
+        generator.get_candidates = get_candidates
+        return generator
+
     # transformers reads the signature of this method to learn whether prompts may be embeddings
     @functools.wraps(GenerationMixin.prepare_inputs_for_generation)
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:

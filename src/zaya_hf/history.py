@@ -204,7 +204,8 @@ def writable(tensor: Tensor) -> Tensor:
 def in_place(held: Tensor | None, new: Tensor) -> Tensor:
     """`new`, detached, in the memory of `held` if it fits."""
     if held is None or held.shape != new.shape or held.dtype != new.dtype or held.device != new.device:
-        return marked(new.detach().clone())
+        # contiguous: a copy would keep the strides of a single row, and a compiled program is one for its strides
+        return marked(new.detach().clone(memory_format=torch.contiguous_format))
     return writable(held).copy_(new.detach())
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-_PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_classification")
+PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_classification")
 
 
 def read_json_object(file: str | os.PathLike[str], what: str) -> dict[str, Any]:
@@ -23,7 +23,7 @@ def read_json_object(file: str | os.PathLike[str], what: str) -> dict[str, Any]:
     """
     try:
         found = json.loads(Path(file).read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # also numbers of thousands of digits, and deep nesting
         raise ValueError(f"{file} is not {what}: it is no whole JSON file ({error}); fetch or write it again") from None
     if not isinstance(found, dict):
         raise ValueError(f"{file} is not {what}: it must hold a JSON object, not {json_kind(found)}")
@@ -70,9 +70,14 @@ def _implementation(value: Any) -> bool:
     return _text(value) or (isinstance(value, dict) and all(_text(name) for name in value.values()))
 
 
+def _rate(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1
+
+
 _FLAG = (_flag, "it must be true or false")
 _DTYPE = (_dtype, 'it must be the name of a floating torch dtype, e.g. "bfloat16"')
 _IMPLEMENTATION = (_implementation, 'it must be the name of an implementation, e.g. "eager"')
+_RATE = (_rate, "it must be a number from 0 to 1")
 _PLAN = (lambda value: isinstance(value, dict), "it must be an object or null")
 
 # Key of any transformers config -> (test, what would be right). None (JSON null) always means "not given".
@@ -86,9 +91,11 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "base_model_fsdp_plan": _PLAN,
     "base_model_pp_plan": _PLAN,
     "base_model_tp_plan": _PLAN,
+    "classifier_dropout": _RATE,
     "chunk_size_feed_forward": (lambda value: _whole(value) and value >= 0, "it must be a whole number of at least 0"),
     "dtype": _DTYPE,
     "experts_implementation": _IMPLEMENTATION,
+    "hidden_dropout": _RATE,
     "id2label": (_names_by_id, 'it must be an object from numbers to names, e.g. {"0": "no", "1": "yes"}'),
     "is_encoder_decoder": _FLAG,
     "label2id": (_ids_by_name, 'it must be an object from names to numbers, e.g. {"no": 0, "yes": 1}'),
@@ -97,13 +104,14 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "output_attentions": _FLAG,
     "output_hidden_states": _FLAG,
     "per_layer_config": (lambda value: value == {}, "not supported: all blocks have one shape"),
-    "problem_type": (lambda value: value in _PROBLEM_TYPES, f"it must be one of {', '.join(_PROBLEM_TYPES)}"),
+    "problem_type": (lambda value: value in PROBLEM_TYPES, f"it must be one of {', '.join(PROBLEM_TYPES)}"),
     "quantization_config": (
         lambda value: (isinstance(value, dict) and bool(value)) or hasattr(value, "quant_method"),
         'it must be an object with "quant_method", or be left out',
     ),
     "return_dict": _FLAG,
     "tie_last_hidden_states": _FLAG,
+    "token_classification_bias": _FLAG,
     "torch_dtype": _DTYPE,
     "transformers_version": (_text, 'it must be a version, e.g. "5.13.0"'),
 }
@@ -131,4 +139,4 @@ def shadowing(cls: type, values: Mapping[str, Any]) -> tuple[str, Any, str] | No
     return None
 
 
-__all__ = ["json_kind", "read_json_object", "shadowing", "wrong_kind"]
+__all__ = ["PROBLEM_TYPES", "json_kind", "read_json_object", "shadowing", "wrong_kind"]

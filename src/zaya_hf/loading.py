@@ -7,10 +7,10 @@ In both cases the names and shapes in the files are compared with the model's be
 
 import copy
 import os
-import shutil
 import tempfile
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +27,21 @@ from .loading_source import (
     adapter_path,
     at_one_commit,
     base_of_adapter,
+    check_arguments,
     check_generation_config,
     check_places,
     download_arguments,
     is_on_disk,
     quantisation_method,
     read_config,
+    wanted_dtype,
     without_fp8,
 )
-from .quantised_loading import make_linears_plain, settle_quantised
+from .quantised_loading import check_quantiser, make_linears_plain, settle_quantised
 from .remote_code import refuse_own_code
 from .saving import check_target, save_aside, save_elsewhere
 from .stock import stock_differences
+from .temporary_folders import keep_while_alive, make_temporary, remove_temporary
 from .weight_files import WeightFiles, check_exists, find_weight_files
 
 
@@ -62,22 +65,26 @@ class ZayaLoadingMixin:
         through this method only, because the Auto classes look the type up before anything of ours is asked.
 
         Experts in FP8 with one scale per row are multiplied out, with a warning. Where weights of the original layout
-        shall stay on disk (`device_map`), they are written to `offload_folder` in the combined layout first. After
+        shall stay on disk (`device_map`), they are written to `offload_folder` in the combined layout first, and
+        removed with the model; where they shall be quantised, to the system's temporary folder while they load. After
         quantising (`quantization_config`) a warning says what share of the weights was left as it was.
 
         Raises: ValueError or OSError (FileNotFoundError), one line, naming what is missing, unknown, of a wrong type or
         shape or contradictory: tensors, shards, a tie flag, a config field, a JSON file, a format that is not
-        supported. TypeError for a `config` that is neither a config nor a place.
+        supported. TypeError for a `config` that is neither a config nor a place, and for other arguments of no use.
         """
         stock: Any = super()
         if kwargs.get("gguf_file") is not None:
             raise ValueError("gguf_file: GGUF files are not supported; load the safetensors checkpoint instead")
         if kwargs.get("use_safetensors") is False:
             raise ValueError("use_safetensors=False: pickled weights are not supported; save them as safetensors first")
+        check_arguments(kwargs)
         state_dict = kwargs.pop("state_dict", None)
         if pretrained_model_name_or_path is None:
             if state_dict is None or not isinstance(config, PreTrainedConfig):
                 raise ValueError("from_pretrained: give a folder or Hub id, or state_dict together with config")
+            if not isinstance(state_dict, Mapping):
+                raise TypeError(f"state_dict is a {type(state_dict).__name__}: it must be a dict of tensors by name")
             config = ZayaConfig.from_native(copy.deepcopy(config))
             return _load_tensors(cls, stock, state_dict, "state_dict", config, model_args, kwargs)
         if state_dict is not None:
@@ -220,8 +227,12 @@ def _load_tensors(
     wants_info = kwargs.pop("output_loading_info", False)
     lazy = matched.lazy(tensors)
     if kwargs.get("quantization_config") is not None:
-        with tempfile.TemporaryDirectory(prefix="zaya-combined-") as place:
-            model, info = _load_copy(stock, Path(place), lazy, config, model_args, kwargs)
+        check_quantiser(kwargs["quantization_config"], kwargs.get("device_map"))
+        place = make_temporary(Path(tempfile.gettempdir()), "zaya-combined")
+        try:
+            model, info = _load_copy(stock, place, lazy, config, model_args, kwargs)
+        finally:
+            remove_temporary(place)
         settle_quantised(model, cls, model_args, source)
     else:
         model, info = _load_lazy(stock, lazy, source, config, model_args, kwargs)
@@ -243,9 +254,12 @@ def _load_lazy(
 ) -> Any:
     """Load from memory, or where weights shall stay on disk from a copy in the combined layout in `offload_folder`."""
     if not is_on_disk(kwargs.get("device_map")):
+        # Without the folder: the loader would write every tensor that stays on disk into it, only for the copy to
+        # replace them.
+        rest = {name: value for name, value in kwargs.items() if name != "offload_folder"}
         try:
             model, info = stock.from_pretrained(
-                None, *model_args, config=copy.deepcopy(config), state_dict=lazy, output_loading_info=True, **kwargs
+                None, *model_args, config=copy.deepcopy(config), state_dict=lazy, output_loading_info=True, **rest
             )
         except ValueError as error:
             # An automatic device_map ran out of memory, and there is no file that the loader could leave tensors in.
@@ -262,13 +276,19 @@ def _load_lazy(
         )
     folder = Path(kwargs["offload_folder"])
     check_target(folder)
+    existed = folder.is_dir()
     folder.mkdir(parents=True, exist_ok=True)
-    place = Path(tempfile.mkdtemp(prefix="combined-", dir=folder))  # of this model alone: another may be in use
+    place = make_temporary(folder, "combined")  # of this model alone: another may be in use
     try:
-        return _load_copy(stock, place, lazy, config, model_args, kwargs)
+        model, info = _load_copy(stock, place, lazy, config, model_args, kwargs)
     except BaseException:
-        shutil.rmtree(place, ignore_errors=True)
+        remove_temporary(place)
+        if not existed:
+            with suppress(OSError):  # files of others are in it
+                folder.rmdir()
         raise
+    keep_while_alive(model, place)
+    return model, info
 
 
 def _add_adapter(model: Any, adapter: str, kwargs: Mapping[str, Any]) -> None:
@@ -287,8 +307,7 @@ def _load_copy(
     model_args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.get_default_dtype()
-    write_combined(place, lazy, dtype)
+    write_combined(place, lazy, wanted_dtype(config, kwargs))
     config.save_pretrained(place)  # the loader falls back on it for generation settings
     names = ("adapter_kwargs", "variant", "subfolder", "revision")  # of the source, not of the copy
     rest = {name: value for name, value in kwargs.items() if name not in names}

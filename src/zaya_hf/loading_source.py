@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import GenerationConfig, PreTrainedConfig
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, is_peft_available
 from transformers.utils.hub import cached_file, resolve_revision
@@ -15,7 +16,7 @@ from transformers.utils.peft_utils import find_adapter_config_file
 from .configuration_zaya import ZayaConfig
 from .json_checks import read_json_object
 from .other_formats import other_format
-from .weight_files import WeightFiles, check_exists
+from .weight_files import FLOAT_DTYPES, WeightFiles, check_exists, why_no_file
 
 _DOWNLOAD = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 # Methods whose saved weights transformers restores for any model; the others change names or layouts.
@@ -27,6 +28,44 @@ UNQUANTISED = "load the unquantised checkpoint, e.g. Zyphra/ZAYA1-8B"
 
 def download_arguments(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return {name: kwargs[name] for name in _DOWNLOAD if kwargs.get(name) is not None}
+
+
+def check_arguments(kwargs: Mapping[str, Any]) -> None:
+    """Raise TypeError or ValueError for what the loader would stumble over later, in words of its own."""
+    for name in ("dtype", "torch_dtype"):
+        given = kwargs.get(name)
+        found = getattr(torch, given, None) if isinstance(given, str) else given
+        if given is not None and given != "auto" and not isinstance(given, dict) and found not in FLOAT_DTYPES.values():
+            floats = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOAT_DTYPES.values())
+            raise ValueError(f'{name}={given!r}: it must be "auto" or one of {floats}')
+    device_map = kwargs.get("device_map")
+    if not isinstance(device_map, str | int | dict | torch.device | None):
+        raise TypeError(
+            f"device_map={device_map!r}: it must be a device, a dict of devices by module name, or a strategy"
+        )
+    if isinstance(device_map, dict):
+        right = 'it must give devices by module name, such as {"": "cpu"}'
+        if not device_map:
+            raise ValueError(f"device_map is empty: {right}")
+        for name, device in device_map.items():
+            if not isinstance(name, str) or not isinstance(device, str | int | torch.device):
+                raise TypeError(f"device_map has {name!r}: {device!r}: {right}")
+    memory = kwargs.get("max_memory")
+    if not isinstance(memory, dict | None):
+        raise TypeError(f'max_memory={memory!r}: it must be a dict by device, such as {{"cpu": "20GB"}}')
+    quantisation = kwargs.get("quantization_config")
+    if not (quantisation is None or isinstance(quantisation, dict) or hasattr(quantisation, "quant_method")):
+        right = "a config such as transformers.TorchAoConfig, or the same as a dict"
+        raise TypeError(f"quantization_config={quantisation!r}: it must be {right}")
+
+
+def wanted_dtype(config: ZayaConfig, kwargs: Mapping[str, Any]) -> torch.dtype:
+    """The dtype that a model is loaded in; `config` has the one that its files name or are stored in."""
+    given = kwargs.get("dtype") or kwargs.get("torch_dtype")
+    found = getattr(torch, given, None) if isinstance(given, str) else given
+    if not isinstance(found, torch.dtype):
+        found = config.dtype
+    return found if isinstance(found, torch.dtype) else torch.get_default_dtype()
 
 
 def at_one_commit(source: str, kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -79,6 +118,9 @@ def _no_config(folder: Path) -> Exception:
     if left:
         again = f"a save into it did not finish (its files are in {left[0]}), so save the model again"
         return FileNotFoundError(f"{folder} has no {CONFIG_NAME}; {again}")
+    config = folder / CONFIG_NAME
+    if config.is_symlink() or config.exists():
+        return FileNotFoundError(f"{config} {why_no_file(config)}")
     found = other_format(folder)
     return FileNotFoundError(f"{folder} has no {CONFIG_NAME}") if found is None else ValueError(f"{folder} {found}")
 
@@ -118,7 +160,8 @@ def quantisation_method(source: str, config: ZayaConfig) -> str | None:
 def without_fp8(source: str, config: ZayaConfig, method: str | None, files: WeightFiles) -> WeightFiles:
     """`files` as plain ones, with a warning if that took multiplying; takes the method out of `config` then.
 
-    Raises: ValueError if the config names a method and the files are not of the one kind that can be multiplied out.
+    Raises: ValueError if the config names a method and the files are not of the one kind that can be multiplied out, or
+    a scale is not finite.
     """
     plain = files.multiplied_out()
     if plain is None and method is not None:
@@ -126,6 +169,10 @@ def without_fp8(source: str, config: ZayaConfig, method: str | None, files: Weig
         raise ValueError(f"{source} is quantised (quantization_config: {method}; {reason}); {UNQUANTISED}")
     if plain is None:
         return files
+    with plain.open() as slices:
+        for name, scale in plain.scales.items():
+            if not slices[name].scale[...].isfinite().all():
+                raise ValueError(f"{source}: {scale} has a value that is not finite; fetch the files again")
     config.__dict__.pop("quantization_config", None)
     warnings.warn(
         f"{source}: {len(plain.scales)} FP8 tensors are multiplied by their scales and held in the model's dtype, "
@@ -182,11 +229,13 @@ __all__ = [
     "adapter_path",
     "at_one_commit",
     "base_of_adapter",
+    "check_arguments",
     "check_generation_config",
     "check_places",
     "download_arguments",
     "is_on_disk",
     "quantisation_method",
     "read_config",
+    "wanted_dtype",
     "without_fp8",
 ]

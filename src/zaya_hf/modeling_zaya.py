@@ -391,7 +391,7 @@ class ZayaPreTrainedModel(ZayaLoadingMixin, ZayaFusingMixin, ZayaCompilingMixin,
     _supports_sdpa = True
     _supports_flex_attn = True
     _supports_attention_backend = True
-    _can_compile_fullgraph = False
+    _can_compile_fullgraph = True
     _is_stateful = False
     _can_record_outputs = {
         "hidden_states": OutputRecorder(ZayaDecoderLayer, index=0),

@@ -26,7 +26,10 @@ def other_format(folder: Path) -> str | None:
     if any(name.endswith(".gguf") for name in names):
         return "holds GGUF files only; load the safetensors checkpoint that they were made from"
     if ADAPTER_CONFIG_NAME in names:
-        return "holds a PEFT adapter, which is loaded together with its base model by the package peft: install it"
+        return (
+            "holds a PEFT adapter and no model; where the package peft is installed, it is loaded together with the "
+            f"base model that its {ADAPTER_CONFIG_NAME} names"
+        )
     if ".metadata" in names or any(name.endswith(".distcp") for name in names):
         return (
             f"holds a distributed checkpoint of torch; merge it with `accelerate merge-weights {folder} OUT`, then put "

@@ -15,7 +15,7 @@ from transformers.utils.import_utils import is_tracing
 from .attention import Plan
 from .attention_masks import is_free_to_read, key_ranges
 from .history import RowHistory, StaticRowHistory
-from .visibility import Visibility
+from .visibility import Visibility, is_one_of
 
 #: what the dict carries beside masks: all of a Visibility but its shape, its masks, and what the cache says anyway
 CARRIED = tuple(
@@ -58,7 +58,9 @@ def from_dict(
         past = 0 if history is None else history.length
         if starts is not None and is_free_to_read(starts):
             starts_elsewhere = bool((starts[:, :1] != past).any())
-    fits = positions.shape[1] == sequence_length and positions.shape[0] in (1, batch_size) and not starts_elsewhere
+    fits = (
+        positions.shape[1] == sequence_length and is_one_of(positions.shape[0], 1, batch_size) and not starts_elsewhere
+    )
     if not fits or (segment is not None and segment.shape != (batch_size, sequence_length)):
         raise ValueError(
             f"attention_mask is a dict made for {list(positions.shape if segment is None else segment.shape)} tokens "
@@ -79,7 +81,7 @@ def from_dict(
     fixed = ranges if slots is None else key_ranges(config, sequence_length, past, cache, fixed=True)
     for layer_type, keys in covered.items():
         expected = ranges[layer_type][0]
-        if keys not in (None, expected, fixed[layer_type][0]):
+        if keys is not None and not is_one_of(keys, expected, fixed[layer_type][0]):
             raise ValueError(
                 f"attention_mask is a dict whose {layer_type!r} mask covers {keys} keys; "
                 f"with this cache there are {expected}."

@@ -13,9 +13,16 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.quantizers.auto import AutoHfQuantizer
 
 from .configuration_zaya import ZayaConfig
 from .experts_dispatch import OURS
+
+
+def check_quantiser(quantization_config: Any, device_map: Any) -> None:
+    """Raise what transformers' quantiser raises where it cannot run here, which it else would after the copy."""
+    quantiser: Any = AutoHfQuantizer.from_config(copy.deepcopy(quantization_config), pre_quantized=False)
+    quantiser.validate_environment(device_map=device_map, weights_only=True)
 
 
 def make_linears_plain(model: nn.Module) -> None:
@@ -78,4 +85,4 @@ def _sizes(cls: Any, config: ZayaConfig, model_args: tuple[Any, ...]) -> dict[st
     return {name: parameter.numel() for name, parameter in probe.named_parameters()}
 
 
-__all__ = ["make_linears_plain", "plain_weights", "settle_quantised"]
+__all__ = ["check_quantiser", "make_linears_plain", "plain_weights", "settle_quantised"]

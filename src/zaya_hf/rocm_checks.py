@@ -95,12 +95,12 @@ class Machine:
 def look() -> Machine:
     """The facts of this machine."""
     sees = torch.cuda.is_available()
-    devices = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count() if sees else 0)]
+    count = torch.cuda.device_count() if sees and torch.version.hip else 0
     versions = {name: installed_version(name) for name in TRITON_PACKAGES}
     return Machine(
         hip=torch.version.hip,
         cuda=torch.version.cuda,
-        architectures=[getattr(d, "gcnArchName", "") or _UNKNOWN for d in devices] if torch.version.hip else [],
+        architectures=[_architecture(index) for index in range(count)],
         compiled_for=torch.cuda.get_arch_list() if torch.version.hip and sees else [],
         environment=dict(os.environ),
         kfd=_node(Path("/dev/kfd")),
@@ -109,6 +109,13 @@ def look() -> Machine:
         container=Path("/.dockerenv").exists() or Path("/run/.containerenv").exists(),
         triton={name: version for name, version in versions.items() if version},
     )
+
+
+def _architecture(index: int) -> str:
+    try:
+        return getattr(torch.cuda.get_device_properties(index), "gcnArchName", "") or _UNKNOWN
+    except RuntimeError:  # `zaya doctor` shows it with the devices
+        return _UNKNOWN
 
 
 def _node(path: Path) -> Node | None:

@@ -14,10 +14,7 @@ A killed save leaves its files in a `.saving-<host>-<pid>-*` folder; the next sa
 
 import filecmp
 import json
-import os
 import re
-import shutil
-import socket
 import stat
 import tempfile
 from collections.abc import Callable
@@ -27,9 +24,7 @@ from pathlib import Path
 
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-# Names of the temporary folders that this process is using. A container restarts with the same host name and process
-# id, so its own id alone does not say that a folder is still in use.
-_IN_USE: set[str] = set()
+from .temporary_folders import make_temporary, remove_temporary
 
 
 def check_target(folder: Path) -> None:
@@ -66,10 +61,8 @@ def save_aside(folder: Path, variant: str | None, save: Callable[[Path], None]) 
     check_target(folder)
     existed = folder.is_dir()
     folder.mkdir(parents=True, exist_ok=True)
-    _remove_abandoned(folder)
     # Inside the target: moving a file within one file system is a rename.
-    aside = Path(tempfile.mkdtemp(prefix=f"{_host_prefix()}{os.getpid()}-", dir=folder))
-    _IN_USE.add(aside.name)
+    aside = make_temporary(folder, ".saving")
     try:
         save(aside)
         written = {path.name for path in aside.iterdir()}
@@ -77,8 +70,7 @@ def save_aside(folder: Path, variant: str | None, save: Callable[[Path], None]) 
             _share_weights(aside, written)
             _install(aside, folder, _Names.of(variant))
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
-        _IN_USE.discard(aside.name)
+        remove_temporary(aside)
         if not existed:
             # Fails where files are in it, and where somebody else has removed it.
             with suppress(OSError):
@@ -94,37 +86,6 @@ def _share_weights(aside: Path, names: set[str]) -> None:
     for name in names:
         if name.endswith(".safetensors"):
             (aside / name).chmod(mode)
-
-
-# --- leftovers of killed saves ---------------------------------------------------------------------------------------
-
-
-def _host_prefix() -> str:
-    return f".saving-{re.sub(r'[^A-Za-z0-9_.]', '_', socket.gethostname())}-"
-
-
-def _remove_abandoned(folder: Path) -> None:
-    """Remove the temporary folders of processes of this host that are gone. Those of other hosts may be in use."""
-    pattern = re.compile(re.escape(_host_prefix()) + r"(\d+)-[^-]+")
-    for path in folder.iterdir():
-        match = pattern.fullmatch(path.name)
-        if match is not None and path.name not in _IN_USE and not _runs_elsewhere(int(match[1])):
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def _runs_elsewhere(pid: int) -> bool:
-    """Whether a process other than this one has this id (or whether that cannot be told)."""
-    if pid == os.getpid():
-        return False
-    if os.name != "posix":
-        return True  # elsewhere, asking with signal 0 would end the process
-    try:
-        os.kill(pid, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except OSError:
-        return True
-    return True
 
 
 # --- moving into place -----------------------------------------------------------------------------------------------

@@ -60,6 +60,10 @@ class StaticLayerMixin(CCALayerMixin):
             return states
         return states[0].clone(), states[1].clone()  # a graph may save them, and `store` writes over what is kept
 
+    def store(self, qk: Tensor, value: Tensor, before: tuple[Tensor, Tensor], tokens: tuple[Tensor, Tensor]) -> None:
+        """As in a growing cache, but what is recorded holds no graph, as nothing here does."""
+        super().store(qk, value, (before[0].detach(), before[1].detach()), (tokens[0].detach(), tokens[1].detach()))
+
     def get_seq_length(self) -> Any:
         """Tokens cached so far; in a compiled or exported call a tensor."""
         return self.history.filled if is_tracing() else self.history.length
@@ -123,7 +127,8 @@ class StaticLayerMixin(CCALayerMixin):
 
     def _crop_attention(self, remove: int) -> None:
         """Slots behind the end are written again before a mask shows them."""
-        self._note_seen()
+        if self.seen is not None:  # counted, not taken from the history: a layer that a failed call left out stays so
+            self.seen -= remove
 
 
 class ZayaStaticFullLayer(StaticLayerMixin, LinearAttentionAndStaticFullAttentionLayer):  # type: ignore[override, misc]
@@ -141,8 +146,9 @@ class ZayaStaticFullLayer(StaticLayerMixin, LinearAttentionAndStaticFullAttentio
         """``[B, G, S, D]`` keys and values in; all slots out, or the filled ones, as the mask of this call covers."""
         self._claim(key_states, value_states)
         num_keys = visible.key_lengths[self.layer_type]
-        self.keys, keys = written(self.keys, visible.slots, key_states)
-        self.values, values = written(self.values, visible.slots, value_states)
+        in_graph = _wanted(key_states, value_states)
+        self.keys, keys = written(self.keys, visible.slots, key_states, in_graph)
+        self.values, values = written(self.values, visible.slots, value_states, in_graph)
         self._note_seen()
         if num_keys == self.max_cache_len:
             return keys, values
@@ -192,8 +198,9 @@ class ZayaStaticSlidingLayer(StaticLayerMixin, LinearAttentionAndStaticSlidingWi
         num_keys, slots, length = visible.key_lengths[self.layer_type], visible.slots, key_states.shape[-2]
         assert slots is not None
         if not self.is_ring:
-            self.keys, keys = written(self.keys, slots, key_states)
-            self.values, values = written(self.values, slots, value_states)
+            in_graph = _wanted(key_states, value_states)
+            self.keys, keys = written(self.keys, slots, key_states, in_graph)
+            self.values, values = written(self.values, slots, value_states, in_graph)
             self._note_seen()
             if num_keys == self.history.capacity:
                 return keys, values
@@ -212,8 +219,8 @@ class ZayaStaticSlidingLayer(StaticLayerMixin, LinearAttentionAndStaticSlidingWi
         if self.is_ring:
             slots = slots[-size:] % size
             key_states, value_states = key_states[:, :, -size:], value_states[:, :, -size:]
-        self.keys, _ = written(self.keys, slots, key_states.detach())
-        self.values, _ = written(self.values, slots, value_states.detach())
+        self.keys, _ = written(self.keys, slots, key_states)
+        self.values, _ = written(self.values, slots, value_states)
         self._note_seen()
         return keys, values
 
@@ -235,15 +242,22 @@ class ZayaStaticSlidingLayer(StaticLayerMixin, LinearAttentionAndStaticSlidingWi
         super()._crop_attention(remove)
 
 
-def written(memory: Tensor, slots: Tensor | None, new: Tensor) -> tuple[Tensor, Tensor]:
+def written(memory: Tensor, slots: Tensor | None, new: Tensor, in_graph: bool = False) -> tuple[Tensor, Tensor]:
     """Put `new` ``[B, G, S, D]`` into `slots` ``[S]`` of `memory` ``[B, G, N, D]``, in place.
 
+    Args:
+        in_graph: whether a graph may save what attention reads, which later calls must then not write over.
+
     Returns:
-        the memory, and what attention shall read: the memory, or where a gradient is wanted a copy with `new` in it.
+        the memory, and what attention shall read: the memory, or for a graph a copy with `new` in it.
     """
     assert slots is not None
     memory, new = writable(memory), new.to(memory.dtype)
-    wanted = new.requires_grad and torch.is_grad_enabled()
-    read = memory.index_copy(2, slots, new) if wanted else memory
+    read = memory.index_copy(2, slots, new) if in_graph else memory
     memory.index_copy_(2, slots, new.detach())
     return memory, read
+
+
+def _wanted(*tensors: Tensor) -> bool:
+    """Whether some gradient is wanted. One of a key alone saves the values too, and the other way round."""
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)

@@ -98,10 +98,10 @@ class ZayaTaskModel(ZayaPreTrainedModel):
         self.num_labels = int(config.num_labels or 0)
         self.model = ZayaModel(config)
 
-    def _run(self, input_ids: Tensor | None, cache: Cache | None, arguments: dict[str, Any]) -> ZayaModelOutput:
+    def _run(self, input_ids: Tensor | None, arguments: dict[str, Any]) -> ZayaModelOutput:
         """The backbone's output; `num_items_in_batch` is the loss's and stays here."""
         rest = {name: value for name, value in arguments.items() if name != "num_items_in_batch"}
-        output: ZayaModelOutput = self.model(input_ids, cache=cache, return_dict=True, **rest)
+        output: ZayaModelOutput = self.model(input_ids, return_dict=True, **rest)
         return output
 
 
@@ -143,8 +143,8 @@ class ZayaForSequenceClassification(ZayaTaskModel):
             input_ids, attention_mask, position_ids, cache, inputs_embeds, output_router_logits, past_key_values: as in
                 `ZayaModel.forward`. Without a mask, ids equal to the config's `pad_token_id` at either end of a row are
                 padding; embeddings are all tokens.
-            labels: ``[B]`` int64 for one label of several (-100: none); ``[B, num_labels]`` floats of 0 and 1 for
-                several labels at once; ``[B]`` or ``[B, num_labels]`` numbers for regression, which is what
+            labels: ``[B]`` int64 for one label of several (-100: none); ``[B, num_labels]`` floats from 0 to 1 or
+                bools for several labels at once; ``[B]`` or ``[B, num_labels]`` numbers for regression, which is what
                 `num_labels=1` means. `config.problem_type` decides where it is set.
             use_cache: whether to fill and return a cache.
             num_items_in_batch: what to divide the loss by; the labels of this call if it is not given.
@@ -160,7 +160,7 @@ class ZayaForSequenceClassification(ZayaTaskModel):
             attention_mask = _mask_of_ids(input_ids, self.config.pad_token_id)
         arguments: dict[str, Any] = {"attention_mask": attention_mask, "position_ids": position_ids}
         arguments |= {"inputs_embeds": inputs_embeds, "use_cache": use_cache, **kwargs}
-        output = self._run(input_ids, one_cache(cache, past_key_values), arguments)
+        output = self._run(input_ids, arguments | {"cache": one_cache(cache, past_key_values)})
         assert output.last_hidden_state is not None
         logits = self.score(_last_tokens(output.last_hidden_state, output.segments))
         loss = None
@@ -178,7 +178,7 @@ class ZayaForSequenceClassification(ZayaTaskModel):
 def _mask_of_ids(input_ids: Tensor, pad_token_id: int | None) -> Tensor | None:
     """``[B, S]`` bool, False for padding at either end of a row; None where there is none. Raises ValueError."""
     if pad_token_id is None:
-        if input_ids.shape[0] == 1:
+        if input_ids.shape[0] < 2:
             return None
         raise ValueError(
             f"{input_ids.shape[0]} rows, and nothing says what is padding: give attention_mask or set "
@@ -263,11 +263,11 @@ class ZayaForTokenClassification(ZayaTaskModel):
         """
         arguments: dict[str, Any] = {"attention_mask": attention_mask, "position_ids": position_ids}
         arguments |= {"inputs_embeds": inputs_embeds, "use_cache": False, **kwargs}
-        output = self._run(input_ids, None, arguments)
+        output = self._run(input_ids, arguments)
         logits = self.score(self.dropout(output.last_hidden_state))
         loss = None
         if labels is not None:
-            if output.segments is not None and output.segments.shape == labels.shape:
+            if output.segments is not None and output.segments.shape == getattr(labels, "shape", None):
                 labels = labels.masked_fill((output.segments == PADDING).to(labels.device), -100)
             count = kwargs.get("num_items_in_batch")
             loss = self.loss_function(logits, labels, self.config, num_items_in_batch=count)
@@ -313,7 +313,7 @@ class ZayaForQuestionAnswering(ZayaTaskModel):
         """
         arguments: dict[str, Any] = {"attention_mask": attention_mask, "position_ids": position_ids}
         arguments |= {"inputs_embeds": inputs_embeds, "use_cache": False, **kwargs}
-        output = self._run(input_ids, None, arguments)
+        output = self._run(input_ids, arguments)
         start_logits, end_logits = self.qa_outputs(output.last_hidden_state).unbind(-1)
         loss = None
         if (start_positions is None) != (end_positions is None):

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .json_checks import PROBLEM_TYPES
 from .ops.numerics import promote
 from .visibility import is_free_to_read
 
@@ -34,22 +35,30 @@ def row_loss(
         num_items_in_batch: labels to divide by, for micro-batches; None: those of this call.
 
     Raises:
-        ValueError: naming shapes, or the label that is out of range.
+        ValueError: naming shapes, or the label that is out of range; TypeError for labels that are no tensor.
     """
-    labels, logits = labels.to(logits.device), promote(logits)
-    kind = config.problem_type or _kind_of(labels, config.num_labels)
     rows, width = logits.shape
+    kind = config.problem_type or _kind_of(labels, width)
+    if kind not in PROBLEM_TYPES:
+        raise ValueError(f"config.problem_type is {kind!r}; expected {', '.join(PROBLEM_TYPES)} or None.")
     if kind == "single_label_classification":
-        _check_shape("labels", labels, ((rows,), (rows, 1)))
-        return _cross_entropy(logits, labels.reshape(rows), num_items_in_batch)
-    if kind == "regression" and width == 1:
+        several = "; floats or bools for several labels at once" if config.problem_type is None else ""
+        _check_shape("labels", labels, ((rows,), (rows, 1)), several)
+    elif kind == "regression" and width == 1:
         _check_shape("labels", labels, ((rows,), (rows, 1)))
     else:
         _check_shape("labels", labels, ((rows, width),))
+    labels, logits = labels.to(logits.device), promote(logits)
+    if kind == "single_label_classification":
+        return _cross_entropy("labels", logits, labels.reshape(rows), num_items_in_batch)
     targets = labels.reshape(logits.shape).to(logits.dtype)
     if kind == "regression":
         total = F.mse_loss(logits, targets, reduction="sum")
     else:
+        if is_free_to_read(targets):
+            wrong = targets[~((targets >= 0) & (targets <= 1))]
+            if wrong.numel():
+                raise ValueError(f"labels contain {float(wrong[0]):g}; expected 0 ... 1, for each label of the row.")
         total = F.binary_cross_entropy_with_logits(logits, targets, reduction="sum")
     return total / _divisor(targets.numel(), num_items_in_batch, logits)
 
@@ -64,10 +73,11 @@ def token_loss(
         labels: ``[B, S]`` int64; -100 marks tokens without a label.
 
     Raises:
-        ValueError: naming shapes, or the label that is out of range.
+        ValueError: naming shapes, or the label that is out of range; TypeError for labels that are no tensor.
     """
     _check_shape("labels", labels, (tuple(logits.shape[:-1]),))
-    return _cross_entropy(promote(logits).flatten(0, 1), labels.to(logits.device).flatten(), num_items_in_batch)
+    flat = labels.to(logits.device).flatten()
+    return _cross_entropy("labels", promote(logits).flatten(0, 1), flat, num_items_in_batch)
 
 
 def answer_loss(
@@ -76,7 +86,7 @@ def answer_loss(
     """Mean of the cross-entropies of the first and the last column of the answers, ``[B]`` each.
 
     Raises:
-        ValueError: naming shapes.
+        ValueError: naming shapes; TypeError for positions that are no tensor.
     """
     rows, length = start_logits.shape
     losses = []
@@ -87,31 +97,35 @@ def answer_loss(
         _check_shape(name, given, ((rows,), (rows, 1)))
         columns = given.reshape(rows).to(logits.device)
         inside = (columns >= 0) & (columns < length)
-        losses.append(_cross_entropy(promote(logits), columns.masked_fill(~inside, _IGNORED), None))
+        losses.append(_cross_entropy(name, promote(logits), columns.masked_fill(~inside, _IGNORED), None))
     return (losses[0] + losses[1]) / 2
 
 
 def _kind_of(labels: Tensor, num_labels: int) -> str:
     if num_labels == 1:
         return "regression"
-    return "multi_label_classification" if labels.is_floating_point() else "single_label_classification"
+    several = isinstance(labels, Tensor) and (labels.is_floating_point() or labels.dtype == torch.bool)
+    return "multi_label_classification" if several else "single_label_classification"
 
 
-def _check_shape(name: str, given: Tensor, right: tuple[tuple[int, ...], ...]) -> None:
+def _check_shape(name: str, given: Tensor, right: tuple[tuple[int, ...], ...], hint: str = "") -> None:
+    if not isinstance(given, Tensor):
+        raise TypeError(f"{name} are a {type(given).__name__}; expected a tensor.")
     if tuple(given.shape) not in right:
-        raise ValueError(f"{name} have shape {list(given.shape)}; expected {' or '.join(str(list(s)) for s in right)}.")
+        shapes = " or ".join(str(list(shape)) for shape in right)
+        raise ValueError(f"{name} have shape {list(given.shape)}; expected {shapes}{hint}.")
 
 
-def _cross_entropy(logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
-    """Of ``[N, classes]`` and ``[N]``; 0 without any label."""
+def _cross_entropy(name: str, logits: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
+    """Of ``[N, classes]`` and ``[N]``; 0 without any label. Errors speak of `name`."""
     if labels.is_floating_point() or labels.dtype == torch.bool:
-        raise ValueError(f"labels have dtype {labels.dtype}; expected int64 or int32.")
+        raise ValueError(f"{name} have dtype {labels.dtype}; expected int64 or int32.")
     given = labels != _IGNORED
     if is_free_to_read(labels):
         wrong = labels[given & ((labels < 0) | (labels >= logits.shape[-1]))]
         if wrong.numel():
             right = f"expected 0 ... {logits.shape[-1] - 1}, or -100 for none"
-            raise ValueError(f"labels contain {int(wrong[0])}; {right} (num_labels is the head's width).")
+            raise ValueError(f"{name} contain {int(wrong[0])}; {right} (num_labels is the head's width).")
     total = F.cross_entropy(logits, labels.long(), ignore_index=_IGNORED, reduction="sum")
     return total / _divisor(given.sum(), num_items_in_batch, logits)
 

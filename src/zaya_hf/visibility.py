@@ -224,13 +224,18 @@ def _may_read(tensor: Tensor, length: int) -> bool:
     return is_free_to_read(tensor) or (length > 1 and tensor.device.type != "cpu" and not is_tracing(tensor))
 
 
+def is_one_of(number: Any, *numbers: Any) -> bool:
+    """`in` for sizes: where one is a symbol of a compiler and another a number, Python's compares the objects."""
+    return any(number == each for each in numbers)
+
+
 def _check_per_token(name: str, values: Tensor | None, shape: tuple[int, int]) -> Tensor | None:
     if values is None:
         return None
     given = tuple(values.shape)
     if values.ndim == 1:
         values = values[None]
-    if values.ndim != 2 or values.shape[0] not in (1, shape[0]) or values.shape[1] != shape[1]:
+    if values.ndim != 2 or not is_one_of(values.shape[0], 1, shape[0]) or values.shape[1] != shape[1]:
         raise ValueError(f"{name} have shape {given}; expected [{shape[0]}, {shape[1]}] or [1, {shape[1]}].")
     return values.long()
 
@@ -243,14 +248,14 @@ def _split_mask(mask: Any, shape: tuple[int, int], past: int, heads: int) -> tup
     if not isinstance(mask, Tensor):
         raise ValueError(f"attention_mask has type {type(mask).__name__}; expected a 2-D or a 4-D tensor.")
     if mask.ndim == 2:
-        if mask.shape[0] != batch_size or mask.shape[1] not in (length, past + length):
+        if mask.shape[0] != batch_size or not is_one_of(mask.shape[1], length, past + length):
             wanted = f"[{batch_size}, {length}]"
             wanted += f" or [{batch_size}, {past + length}] (with the {past} cached tokens)" if past else ""
             raise ValueError(f"attention_mask has shape {tuple(mask.shape)}; expected {wanted}.")
         if mask.is_floating_point() and is_free_to_read(mask) and bool((mask < 0).any()):
             raise ValueError("a 2-D attention_mask has 1 for real tokens and 0 for padding; this one has negatives.")
         return mask.bool(), None
-    fits = mask.ndim == 4 and mask.shape[0] in (1, batch_size) and mask.shape[1] in (1, heads)
+    fits = mask.ndim == 4 and is_one_of(mask.shape[0], 1, batch_size) and mask.shape[1] in (1, heads)
     if not fits or mask.shape[2:] != (length, past + length):
         raise ValueError(
             f"attention_mask has shape {tuple(mask.shape)}; expected [{batch_size}, {length}] or "

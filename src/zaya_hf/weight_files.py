@@ -6,6 +6,7 @@ index that does not fit its shards, a format that zaya_hf does not load.
 
 import math
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -63,10 +64,11 @@ class WeightFiles:
         """The floating dtype that most values are stored in; None if there is none.
 
         Not that of the first tensor: a bf16 file may keep its balancing biases in fp32, and those come first in it.
+        Nor that of weights in FP8, which come out in fp32.
         """
         counts: Counter[str] = Counter()
-        for header in self.tensors.values():
-            if header.dtype in FLOAT_DTYPES:
+        for name, header in self.tensors.items():
+            if header.dtype in FLOAT_DTYPES and name not in self.scales:
                 counts[header.dtype] += math.prod(header.shape)
         return FLOAT_DTYPES[counts.most_common(1)[0][0]] if counts else None
 
@@ -168,8 +170,8 @@ def check_exists(source: str) -> None:
         raise ValueError(f"{source}: GGUF files are not supported; load the safetensors checkpoint it was made from")
     if Path(source).is_file():
         raise ValueError(f"{source} is a file; give the folder that holds it and {CONFIG_NAME}")
-    path_like = source.startswith((".", "~", os.sep)) or source.count("/") > 1 or not source
-    if path_like and not Path(source).exists():
+    path_like = source.startswith((".", "~", os.sep)) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", source)
+    if path_like and not (source and Path(source).exists()):
         raise FileNotFoundError(f"there is no folder {source!r} (and it is no Hub id, which has the form name/name)")
 
 
@@ -189,13 +191,16 @@ def find_weight_files(source: str, download: Mapping[str, Any], variant: str | N
         return _read_headers(source, [single], None)
     index_file = find(_with_variant(SAFE_WEIGHTS_INDEX_NAME, variant))
     if index_file is None:
-        raise _no_weights(source, folder)
+        raise _no_weights(source, folder, variant)
     weight_map = _read_index(index_file)
     files: list[str] = []
     for shard in sorted(set(weight_map.values())):
         file = find(shard)
         if file is None:
-            raise FileNotFoundError(f"{folder or source}: shard {shard} is missing; {Path(index_file).name} lists it")
+            path = Path(index_file).parent / shard
+            there = path.is_symlink() or path.exists()
+            state = why_no_file(path) if there else "is missing"
+            raise FileNotFoundError(f"{folder or source}: shard {shard} {state}; {Path(index_file).name} lists it")
         files.append(file)
     return _read_headers(source, files, weight_map)
 
@@ -218,17 +223,26 @@ def _in_repository(repository: str, download: Mapping[str, Any]) -> Callable[[st
     return find
 
 
-def _no_weights(source: str, folder: Path | None) -> Exception:
+def _no_weights(source: str, folder: Path | None, variant: str | None) -> Exception:
     names = sorted(path.name for path in folder.iterdir()) if folder is not None and folder.is_dir() else []
     where = folder or source
+    single, index = (_with_variant(name, variant) for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME))
+    for name in {single, index} & set(names):
+        assert folder is not None
+        return FileNotFoundError(f"{folder / name} {why_no_file(folder / name)}")
     if any(name.endswith(".safetensors") for name in names):
-        return FileNotFoundError(
-            f"{where} has safetensors files but neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}"
-        )
+        return FileNotFoundError(f"{where} has safetensors files but neither {single} nor {index}")
     found = other_format(folder) if folder is not None else None
     if found is not None:
         return ValueError(f"{where} {found}")
-    return FileNotFoundError(f"{where} has no weights: neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}")
+    return FileNotFoundError(f"{where} has no weights: neither {single} nor {index}")
+
+
+def why_no_file(path: Path) -> str:
+    """In words, why something that is there is no file."""
+    if path.is_symlink() and not path.exists():
+        return f"is a link to {path.readlink()}, which does not exist; fetch it again"
+    return f"is a {'folder' if path.is_dir() else 'device or pipe'}, not a file"
 
 
 def _read_index(index_file: str) -> dict[str, str]:
@@ -241,7 +255,7 @@ def _read_index(index_file: str) -> dict[str, str]:
         if not isinstance(shard, str):
             raise ValueError(f"{index_file} is not a safetensors index: {right}; {tensor} has {json_kind(shard)}")
         # A shard lies beside its index: an index must not point anywhere else on the disk.
-        if Path(shard).name != shard:
+        if Path(shard).name != shard or shard in ("", "..") or "\0" in shard:
             raise ValueError(f"{index_file} lists the shard {shard!r}, which is not a plain file name")
     return dict(weight_map)
 
