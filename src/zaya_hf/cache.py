@@ -160,8 +160,8 @@ def one_cache(cache: Cache | None, past_key_values: Cache | None) -> Cache | Non
     """The cache, under whichever of its two names it came. Raises ValueError for two different ones."""
     if cache is not None and past_key_values is not None and cache is not past_key_values:
         raise ValueError(
-            "cache and past_key_values are two names of one argument, but two caches were given; where one is PEFT's, of "
-            f"prefix tuning: {NO_PREFIX}"
+            "cache and past_key_values are two names of one argument, but two caches were given; where one is PEFT's, "
+            f"of prefix tuning: {NO_PREFIX}"
         )
     return past_key_values if cache is None else cache
 

@@ -16,7 +16,8 @@ _ROUTERS = ("gate", "router")
 
 
 def parameter_roles(model: nn.Module) -> dict[str, Role]:
-    """The role of every trainable parameter of `model`, by its first name; a tied parameter is there once, a frozen one is not.
+    """The role of every trainable parameter of `model`, by its first name. A tied parameter is there once, a frozen one
+    is not.
 
     - "matrix": the weight of a hidden linear layer. Muon. A router's inner matrices (ZAYA has three) are among them.
     - "experts": ``[E, out, in]``, one matrix per expert. Muon on each.
