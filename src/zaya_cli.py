@@ -13,6 +13,7 @@ import argparse
 import importlib
 import io
 import os
+import re
 import signal
 import sys
 import warnings
@@ -61,6 +62,12 @@ def _number(convert: Callable[[str], float], allowed: Callable[[float], bool], w
         return value
 
     return parse
+
+
+def _stop_string(text: str) -> str:
+    """Shells pass a backslash on as it is typed, so a line end is hard to type otherwise."""
+    meant = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\"}
+    return re.sub(r"\\([ntr\\])", lambda match: meant[match[1]], _not_empty(text))
 
 
 def _not_empty(text: str) -> str:
@@ -121,11 +128,12 @@ def _sampling_options(length: str) -> argparse.ArgumentParser:
     group.add_argument("--seed", type=_SEED, metavar="N", help="makes sampling repeatable")
     group.add_argument(
         "--stop",
-        type=_not_empty,
+        type=_stop_string,
         action="append",
         default=[],
         metavar="TEXT",
-        help="end a text before TEXT; repeatable",
+        help=r"end a text before TEXT, in which \n, \t, \r and \\ are a line end, a tab, a return and a backslash; "
+        "repeatable",
     )
     group.add_argument("--system", metavar="TEXT", help="the system prompt of a chat")
     group.add_argument(

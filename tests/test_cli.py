@@ -512,3 +512,12 @@ class TestGenerateErrors:
         LlamaForCausalLM(config).save_pretrained(copied)
         error = error_line(capsys, "generate", copied, "--prompt", "x")
         assert f"{copied}/config.json: ZayaConfig: model_type='llama' is wrong: only 'zaya'" in error
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [(r"\n\n", "\n\n"), (r"a\tb", "a\tb"), (r"\\n", r"\n"), (r"\x", r"\x"), ("\n", "\n"), ("end.", "end.")],
+)
+def test_stop_strings_can_hold_line_ends(typed: str, meant: str) -> None:
+    arguments = zaya_cli.build_parser().parse_args(["generate", "path", "--prompt", "x", "--stop", typed])
+    assert arguments.stop == [meant]

@@ -338,6 +338,19 @@ class TestOutput:
         assert "is a folder; name a file in it" in error_line(capsys, *arguments, tmp_path)
         assert "there is no" in error_line(capsys, *arguments, tmp_path / "other", "--resume")
 
+    def test_resuming_a_finished_run_is_no_error(
+        self, capsys: pytest.CaptureFixture[str], folder: Path, listed: Path, tmp_path: Path
+    ) -> None:
+        file = tmp_path / "out.jsonl"
+        arguments = ("generate", folder, "--prompts", listed, *GREEDY, "--output", file)
+        assert zaya(capsys, *arguments)[0] == 0
+        before = file.read_bytes()
+        assert zaya(capsys, *arguments, "--resume") == (0, "", f"zaya generate: {file} has all texts already\n")
+        assert file.read_bytes() == before
+        listed.write_text("another prompt\n")
+        assert "exists already" in error_line(capsys, *arguments, "--resume")
+        assert file.read_bytes() == before
+
     @pytest.fixture
     def interrupted(
         self,

@@ -22,7 +22,7 @@ from .inference import model_folder, prompts
 from .inference.batches import BatchGenerator, Completion, Request
 from .inference.chat_template import ChatTemplate, Message, hidden_tokens
 from .inference.prompts import Prompt
-from .inference.results import OrderedOutput, Record, ResultFile, fingerprint, to_line
+from .inference.results import OrderedOutput, Record, ResultFile, fingerprint, holds_all, to_line
 from .inference.screen import write
 from .inference.text_stream import split_thinking
 
@@ -39,9 +39,14 @@ def run(args: argparse.Namespace) -> int:
     model_folder.check_folder(args.path)
     overrides = model_folder.sampling_options(args)
     given = read_prompts(args)
-    output = None if args.output is None else ResultFile(args.output, args.force, args.resume)
-    if args.resume and output is None:
+    if args.resume and args.output is None:
         raise ValueError("--resume goes on with an --output file: name it")
+    if args.resume and args.output.is_file() and not args.force:
+        asked = [(prompt.text, prompt.messages) for prompt in given]
+        if holds_all(args.output, asked, args.num_return_sequences):
+            print(f"zaya generate: {args.output} has all texts already", file=sys.stderr)
+            return 0
+    output = None if args.output is None else ResultFile(args.output, args.force, args.resume)
     device = model_folder.pick_device(args.device)
     config = model_folder.read_config(args.path)
     tokenizer = model_folder.read_tokenizer(args.path, config)

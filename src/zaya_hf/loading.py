@@ -342,7 +342,8 @@ def _save(stock: Any, model: Any, folder: Path, arguments: dict[str, Any]) -> No
     if differences and differences != getattr(model, "_warned_stock_differences", None):
         model._warned_stock_differences = differences
         listed = "; ".join(f"{switch}: {why}" for switch, why in differences)
-        warnings.warn(f"{folder}: transformers' own zaya class computes other results: {listed}", stacklevel=3)
+        what = "computes other results" if getattr(model, "stock_has_class", True) else "is no match for this model"
+        warnings.warn(f"{folder}: transformers' own zaya class {what}: {listed}", stacklevel=3)
 
 
 __all__ = ["ZayaLoadingMixin"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -28,6 +29,21 @@ _LINE_ENDS = str.maketrans({end: f"\\u{ord(end):04x}" for end in "\x85\u2028\u20
 def to_line(record: Record) -> str:
     """One line of JSON."""
     return json.dumps(record, ensure_ascii=False).translate(_LINE_ENDS) + "\n"
+
+
+def holds_all(path: Path, prompts: Sequence[tuple[str | None, Any]], samples: int) -> bool:
+    """Whether a file has a result for each of the prompts (text, messages) and samples, and no other."""
+    try:
+        records = [json.loads(line) for line in path.read_text(encoding="utf-8").rstrip("\n").split("\n")]
+        found = [(r["index"], r["sample"], r.get("prompt"), r.get("messages")) for r in records]
+    except (ValueError, KeyError, TypeError):
+        return False
+    wanted = [
+        (index, sample, text if messages is None else None, None if messages is None else list(messages))
+        for index, (text, messages) in enumerate(prompts)
+        for sample in range(samples)
+    ]
+    return found == wanted
 
 
 class ResultFile:
