@@ -7,6 +7,8 @@ and `make fuzz SEED=N` repeats it.
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Iterator
 
 # Read by huggingface_hub and tokenizers when they are imported, so before the first import below that reaches them.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -54,3 +56,13 @@ def fuzzing() -> bool:
 def _seeded() -> None:
     """A test gives the same numbers alone, in a full run, and on any xdist worker."""
     torch.manual_seed(_test_seed())
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _accelerate_forgets() -> Iterator[None]:
+    """accelerate keeps the settings of the first `Accelerator` (a `Trainer` makes one) for the life of the process; the
+    next file may want others."""
+    yield
+    state = sys.modules.get("accelerate.state")
+    if state is not None:
+        state.AcceleratorState._reset_state(reset_partial_state=True)
