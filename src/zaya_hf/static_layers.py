@@ -94,6 +94,14 @@ class StaticLayerMixin(CCALayerMixin):
     def _slots(self) -> int:
         raise NotImplementedError
 
+    def _put(self, keys: Tensor, values: Tensor, slots: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Write the tokens of a call into slots of their own; gives all slots, for attention to read."""
+        in_graph = _wanted(keys, values)
+        self.keys, all_keys = written(self.keys, slots, keys, in_graph)
+        self.values, all_values = written(self.values, slots, values, in_graph)
+        self._note_seen()
+        return all_keys, all_values
+
     def _note_seen(self) -> None:
         self.seen = None if is_tracing() else self.history.length
 
@@ -146,10 +154,7 @@ class ZayaStaticFullLayer(StaticLayerMixin, LinearAttentionAndStaticFullAttentio
         """``[B, G, S, D]`` keys and values in; all slots out, or the filled ones, as the mask of this call covers."""
         self._claim(key_states, value_states)
         num_keys = visible.key_lengths[self.layer_type]
-        in_graph = _wanted(key_states, value_states)
-        self.keys, keys = written(self.keys, visible.slots, key_states, in_graph)
-        self.values, values = written(self.values, visible.slots, value_states, in_graph)
-        self._note_seen()
+        keys, values = self._put(key_states, value_states, visible.slots)
         if num_keys == self.max_cache_len:
             return keys, values
         return keys[:, :, :num_keys], values[:, :, :num_keys]
@@ -168,10 +173,6 @@ class ZayaStaticSlidingLayer(StaticLayerMixin, LinearAttentionAndStaticSlidingWi
         self.sliding_window = model_shape[1]  # the library's layer knows it only where it is less than the capacity
         self.is_ring = not self._keeps_all()
         self.history.is_used_in_turn = self.history.is_used_in_turn or self.is_ring
-
-    @property  # the library's layer knows only once whether it is
-    def is_croppable(self) -> bool:  # type: ignore[override]
-        return bool(self.has_previous_state[QK])
 
     def _keeps_all(self) -> bool:
         """Whether every token must have a slot of its own from now on."""
@@ -198,10 +199,7 @@ class ZayaStaticSlidingLayer(StaticLayerMixin, LinearAttentionAndStaticSlidingWi
         num_keys, slots, length = visible.key_lengths[self.layer_type], visible.slots, key_states.shape[-2]
         assert slots is not None
         if not self.is_ring:
-            in_graph = _wanted(key_states, value_states)
-            self.keys, keys = written(self.keys, slots, key_states, in_graph)
-            self.values, values = written(self.values, slots, value_states, in_graph)
-            self._note_seen()
+            keys, values = self._put(key_states, value_states, slots)
             if num_keys == self.history.capacity:
                 return keys, values
             end = self.history.length
