@@ -31,6 +31,12 @@ def _test_seed() -> int:
     return int(os.environ.get(SEED_VARIABLE, "0"))
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Triton reads both when it is imported; interpreted kernels cannot be compiled, so a run is for one of the two."""
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+    os.environ["TRITON_INTERPRET"] = "1" if config.option.markexpr == "interpreter" else "0"
+
+
 def pytest_report_header() -> str:
     return f"{SEED_VARIABLE}={_test_seed()}, torch {torch.__version__}, {torch.get_num_threads()} thread(s) per process"
 

@@ -170,12 +170,12 @@ def test_selection_is_checked_and_restored() -> None:
     with pytest.raises(ValueError, match="fastest"), selection.use("fastest"):
         pass
     with selection.use("reference"):
-        assert selection.reference_only()
+        assert selection.reference_only("linear")
         with selection.use("auto"):
-            assert not selection.reference_only()
-        assert selection.reference_only()
+            assert not selection.reference_only("linear")
+        assert selection.reference_only("linear")
         assert all(backend == "reference" for backend, _ in ops.backends().values())
-    assert not selection.reference_only()
+    assert not selection.reference_only("linear")
 
 
 # --------------------------------------------------------------------------------------------------------- packed

@@ -150,7 +150,7 @@ class CompiledDecoding(ops.Transient):
             return False
         if any(value is not None and value is not False for value in arguments.values()):
             return False
-        if config.output_hidden_states or config.output_attentions or selection.reference_only():
+        if config.output_hidden_states or config.output_attentions or not selection.is_default():
             return False
         if config._attn_implementation != "sdpa" or not attention.plans_are_possible():
             return False

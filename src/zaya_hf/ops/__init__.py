@@ -1,11 +1,14 @@
 """Operators. One folder each: `reference.py` is the definition in plain PyTorch, `op.py` says what runs instead.
 
-`selection.use("reference")`, or ``ZAYA_OPS=reference`` in the environment, makes all of them run their definition.
+`selection` decides; `ops/README.md` has a row for each.
 """
+
+import torch
 
 from . import selection
 from .cca_mix import SegmentStates, cca_mix, initial_states, next_states
 from .cca_mix import op as _cca_mix
+from .common.facts import Facts
 from .experts import PackedExperts, can_compile_experts, compiled_experts, experts
 from .experts import op as _experts
 from .linear import PackedWeight, Transient, can_pack, linear, wide_linear
@@ -17,25 +20,31 @@ from .residual_norm import residual_merge, rms_norm
 from .router import count_slots, initial_balancing_biases, select_slots
 
 #: operators by name; the keys of `backends()`
-OPERATORS = ("cca_mix", "experts", "linear", "linear_cross_entropy", "residual_norm", "router")
+OPERATORS = selection.OPERATORS
+_BACKENDS = {
+    "cca_mix": _cca_mix.backend,
+    "experts": _experts.backend,
+    "linear": _linear.backend,
+    "linear_cross_entropy": _linear_cross_entropy.backend,
+    "residual_norm": _residual_norm.backend,
+}
 
 
-def backends() -> dict[str, tuple[str, str]]:
-    """For each operator, the backend that runs and why."""
-    if selection.reference_only():
-        return dict.fromkeys(OPERATORS, ("reference", "ZAYA_OPS=reference"))
-    return {
-        "cca_mix": _cca_mix.backend(),
-        "experts": _experts.backend(),
-        "linear": _linear.backend(),
-        "linear_cross_entropy": _linear_cross_entropy.backend(),
-        "residual_norm": _residual_norm.backend(),
-        "router": ("reference", "the only backend in this version"),
-    }
+def backends(device: torch.device | str = "cpu", facts: Facts | None = None) -> dict[str, tuple[str, str]]:
+    """For each operator, what runs for tensors on `device`, and why.
+
+    Args:
+        facts: the sizes of a model, which the kernels may decline; None: sizes that they take.
+    """
+    device = torch.device(device)
+    chosen = {name: backend(device, facts) for name, backend in _BACKENDS.items()}
+    chosen["router"] = ("reference", "the only backend in this version")
+    return dict(sorted(chosen.items()))
 
 
 __all__ = [
     "OPERATORS",
+    "Facts",
     "PackedExperts",
     "PackedWeight",
     "SegmentStates",

@@ -1,33 +1,104 @@
-"""Which implementation of the operators runs: the fast ones, or only the definitions.
+"""Which implementation of the operators runs: the fastest that is known, Triton's kernels, or the definitions.
 
-The environment variable ``ZAYA_OPS`` says it for a process (``auto``, the default, or ``reference``), `use` for a block
-of code.
+The environment variable ``ZAYA_OPS`` says it for a process, `use` for a block of code. Either may single out operators:
+``ZAYA_OPS=auto,experts=reference``. What is asked for and cannot be had is said once, and something else runs.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+from transformers.utils import logging
 
-CHOICES = ("auto", "reference")
+logger = logging.get_logger(__name__)
 
-
-def _checked(name: str) -> str:
-    if name not in CHOICES:
-        raise ValueError(f"ZAYA_OPS is {name!r}; expected one of: {', '.join(CHOICES)}.")
-    return name
-
-
-_chosen = _checked(os.environ.get("ZAYA_OPS") or "auto")
+#: "auto": Triton's kernels on GPUs that they are made for, on a CPU what is fastest there, else the definition;
+#: "triton": the kernels wherever they can run, else as "auto" without them; "reference": the definition.
+CHOICES = ("auto", "reference", "triton")
+#: operators that can be singled out
+OPERATORS = ("cca_mix", "experts", "linear", "linear_cross_entropy", "residual_norm", "router")
 
 
-def reference_only() -> bool:
-    """Whether every operator has to run its definition."""
-    return _chosen == "reference"
+class _Choice:
+    """What was asked for: one way for all operators, and another for some."""
+
+    def __init__(self, default: str, singled_out: dict[str, str]):
+        self.default, self.singled_out = default, singled_out
+        self.of = {name: singled_out.get(name, default) for name in OPERATORS}
+
+    def __str__(self) -> str:
+        return ",".join([self.default, *(f"{name}={how}" for name, how in self.singled_out.items())])
+
+
+def _parsed(text: str) -> _Choice:
+    """Of "auto", or "auto,experts=reference,router=triton"; without a word for all, those left out are "auto".
+
+    Raises:
+        ValueError: for an unknown word or operator.
+    """
+    default, singled_out = "auto", {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, equals, how = (word.strip() for word in part.partition("="))
+        if not equals:
+            name, how = "", name
+        elif name not in OPERATORS:
+            raise ValueError(f"ZAYA_OPS names the operator {name!r}; there are: {', '.join(OPERATORS)}.")
+        if how not in CHOICES:
+            raise ValueError(f"ZAYA_OPS is {text!r}; expected one of: {', '.join(CHOICES)}.")
+        if name:
+            singled_out[name] = how
+        else:
+            default = how
+    return _Choice(default, singled_out)
+
+
+_chosen = _parsed(os.environ.get("ZAYA_OPS") or "auto")
+
+
+def requested(operator: str) -> str:
+    """What was asked for an operator, one of `CHOICES`."""
+    return _chosen.of[operator]
+
+
+def description() -> str:
+    """All that was asked for, as ``ZAYA_OPS`` would say it."""
+    return str(_chosen)
+
+
+def is_default() -> bool:
+    """Whether nothing was asked for: every operator runs as fast as is known."""
+    return all(how == "auto" for how in _chosen.of.values())
+
+
+def reference_only(operator: str) -> bool:
+    """Whether an operator has to run its definition."""
+    return _chosen.of[operator] == "reference"
+
+
+@contextmanager
+def use(name: str, **singled_out: str) -> Iterator[None]:
+    """Run the operators in one way inside a ``with`` block, in all threads of the process.
+
+    Args:
+        name: "auto", "triton" or "reference", see `CHOICES`; or what ``ZAYA_OPS`` may be.
+        singled_out: another way for an operator: ``use("auto", experts="reference")``.
+
+    Raises:
+        ValueError: for another name.
+    """
+    global _chosen
+    text = ",".join([name, *(f"{operator}={how}" for operator, how in singled_out.items())])
+    before, _chosen = _chosen, _parsed(text)
+    try:
+        yield
+    finally:
+        _chosen = before
 
 
 def is_eager() -> bool:
@@ -51,19 +122,83 @@ def are_plain(*tensors: Tensor | None) -> bool:
     return all(t is None or (type(t) in (Tensor, torch.nn.Parameter) and t.layout == torch.strided) for t in tensors)
 
 
-@contextmanager
-def use(name: str) -> Iterator[None]:
-    """Run the operators in one way inside a ``with`` block, in all threads of the process.
+def wants_triton(operator: str, device: torch.device) -> bool:
+    """Whether an operator's kernels are to be tried for tensors on `device`. On a CPU "auto" never does: there they
+    can only be interpreted, for tests."""
+    how = _chosen.of[operator]
+    return how != "reference" and (device.type == "cuda" or how == "triton")
+
+
+def triton_declines(device: torch.device) -> str | None:
+    """Why no kernel of ours can run now for tensors on `device`, whatever the operator; None: they can."""
+    if is_exporting():
+        return "a program is being exported, which has to run without this package"
+    if not torch.compiler.is_compiling():
+        if torch._C._are_functorch_transforms_active():
+            return "a transform of torch.func is on"
+        if torch.autograd.forward_ad._current_level >= 0:
+            return "forward-mode derivatives are on"
+    return _device_declines(device.type, device.index)
+
+
+def _constant_in_traces(function: Callable[..., str | None]) -> Callable[..., str | None]:
+    """As `torch.compiler.assume_constant_result`, which would import the compiler."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@_constant_in_traces
+def _device_declines(kind: str, index: int | None) -> str | None:
+    return _look_at_device(kind, index)
+
+
+@functools.cache
+def _look_at_device(kind: str, index: int | None) -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed (pip install zaya_hf[kernels])"
+    interpreted = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
+    if kind == "cpu":
+        return None if interpreted else "kernels run on a CPU only when interpreted (TRITON_INTERPRET=1)"
+    if kind != "cuda":
+        return f"kernels do not run on the device {kind!r}"
+    if interpreted:
+        return "TRITON_INTERPRET=1 is for tensors on a CPU"
+    about = torch.cuda.get_device_properties(index)
+    if torch.version.hip:
+        arch = about.gcnArchName.partition(":")[0]
+        return (
+            None if arch.startswith(("gfx94", "gfx95")) else f"kernels are made for gfx942 and gfx950, not for {arch}"
+        )
+    return None if about.major >= 8 else f"kernels are made for sm_80 and newer, not for sm_{about.major}{about.minor}"
+
+
+def outcome(
+    operator: str, device: torch.device, otherwise: tuple[str, str], declined: str | None = None
+) -> tuple[str, str]:
+    """What runs, and why, as reports say it.
 
     Args:
-        name: "auto" (the fastest that covers the input) or "reference" (the definition in plain PyTorch).
-
-    Raises:
-        ValueError: for another name.
+        operator, device: which operator, and where its tensors are.
+        otherwise: what runs without Triton's kernels, and why.
+        declined: why the kernels do not take these shapes or dtypes; None: they do.
     """
-    global _chosen
-    before, _chosen = _chosen, _checked(name)
-    try:
-        yield
-    finally:
-        _chosen = before
+    if reference_only(operator):
+        return "reference", f"ZAYA_OPS={description()}"
+    if not wants_triton(operator, device):
+        return otherwise
+    why_not = triton_declines(device) or declined
+    if why_not is None:
+        return "triton", "on a GPU" if requested(operator) == "auto" else f"ZAYA_OPS={description()}"
+    return otherwise[0], f"{otherwise[1]}; not triton, since {why_not}"
+
+
+def say_once(operator: str, why: str) -> None:
+    """Tell the user that the kernels of `operator` were to run and cannot, once for each `why`. Not inside a trace,
+    which would have to be cut for it."""
+    if not torch.compiler.is_compiling() and not torch._C._get_tracing_state():
+        _say(operator, why)
+
+
+@functools.cache
+def _say(operator: str, why: str) -> None:
+    logger.warning(f"zaya_hf.ops.{operator}: not Triton's kernels, since {why}.")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from .. import selection
+from ..common.facts import Facts
 from . import fused, reference
 from .reference import SegmentStates
 
@@ -52,7 +54,7 @@ def cca_mix(
     weights = (depthwise_weight, depthwise_bias, grouped_weight, grouped_bias)
     scale = reference.key_scale(temperature, clamp_temperature)
     state, index = (None, None) if states is None else (states.qk, states.index)
-    if not selection.reference_only() and fused.covers(raw, reach, state, index):
+    if not selection.reference_only("cca_mix") and fused.covers(raw, reach, state, index):
         query, key = fused.mix_queries_and_keys(raw, *weights, scale, cos, sin, head_dim, reach, state)
     else:
         query, key = reference.mix_queries_and_keys(raw, *weights, scale, cos, sin, head_dim, reach, states)
@@ -60,6 +62,10 @@ def cca_mix(
     return query, key, value
 
 
-def backend() -> tuple[str, str]:
-    """What runs, and why."""
-    return "fused", "few passes over memory, its own gradient; the reference for documents that go on from a cache"
+def backend(device: torch.device, facts: Facts | None = None) -> tuple[str, str]:
+    """What runs for tensors on `device` of a model with `facts`, and why."""
+    return selection.outcome(
+        "cca_mix",
+        device,
+        ("fused", "few passes over memory, its own gradient; the reference for documents that go on from a cache"),
+    )

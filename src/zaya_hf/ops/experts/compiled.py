@@ -12,8 +12,9 @@ from torch import Tensor
 from transformers.activations import ACT2FN
 
 from .. import selection
+from ..common.library import LIBRARY
 from ..linear import packed
-from ..linear.compiled import LIBRARY, is_possible
+from ..linear.compiled import is_possible
 from . import grouped
 from .grouped import PackedExperts
 
@@ -26,7 +27,7 @@ LIBRARY.define(
 
 def covers(x: Tensor) -> bool:
     """Whether the experts of tokens `x` belong here."""
-    return is_possible(x) and not selection.reference_only()
+    return is_possible(x) and not selection.reference_only("experts")
 
 
 def experts(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from .. import selection
+from ..common.facts import Facts
 from . import grouped, reference, traced
 from .grouped import PackedExperts
 
@@ -32,11 +34,11 @@ def experts(
     arguments = (x, slots, weights, gate_up_proj, down_proj, act_fn)
     if traced.covers():
         return traced.experts(*arguments)
-    if selection.reference_only() or not grouped.covers(x):
+    if selection.reference_only("experts") or not grouped.covers(x):
         return reference.experts(*arguments)
     return grouped.experts(*arguments, packed)
 
 
-def backend() -> tuple[str, str]:
-    """What runs, and why."""
-    return "grouped", "on a CPU; elsewhere what experts_implementation names"
+def backend(device: torch.device, facts: Facts | None = None) -> tuple[str, str]:
+    """What runs for tensors on `device` of a model with `facts`, and why."""
+    return selection.outcome("experts", device, ("grouped", "on a CPU; elsewhere what experts_implementation names"))

@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..common.library import LIBRARY
 from . import onednn, packed
 from .packed import PackedWeight
 
-LIBRARY = torch.library.Library("zaya_hf", "FRAGMENT")
 LIBRARY.define("linear(Tensor x, Tensor weight, Tensor? bias, str packed) -> Tensor", tags=torch.Tag.pt2_compliant_tag)
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import selection
+from ..common.facts import Facts
 from ..numerics import promote
 from . import compiled, onednn, packed, reference
 from .packed import PackedWeight
@@ -21,7 +22,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, packed_weight:
     Returns:
         ``[..., N]``.
     """
-    if not selection.reference_only():
+    if not selection.reference_only("linear"):
         if torch.compiler.is_compiling():
             if compiled.covers(weight, packed_weight):
                 return compiled.linear(x, weight, bias, packed_weight)
@@ -64,8 +65,10 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     return linear(a, b)
 
 
-def backend() -> tuple[str, str]:
-    """What runs, and why."""
+def backend(device: torch.device, facts: Facts | None = None) -> tuple[str, str]:
+    """What runs for tensors on `device` of a model with `facts`, and why."""
+    if selection.reference_only("linear"):
+        return "reference", f"ZAYA_OPS={selection.description()}"
     if onednn.is_available():
         return "onednn", "fp32 products on a CPU; torch's own elsewhere"
     return "reference", "this build of torch has no oneDNN"

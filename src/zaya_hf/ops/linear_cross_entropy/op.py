@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from .. import selection
+from ..common.facts import Facts
 from . import chunked, reference
 
 
@@ -33,13 +35,17 @@ def linear_cross_entropy(
     Raises:
         IndexError: on a CPU, for a target that is no row of `weight`.
     """
-    covered = chunked.covers(hidden, weight, bias, targets, wide_logits) and not selection.reference_only()
+    covered = chunked.covers(hidden, weight, bias, targets, wide_logits) and not selection.reference_only(
+        "linear_cross_entropy"
+    )
     chosen = chunked if covered else reference
     return chosen.linear_cross_entropy(
         hidden, weight, bias, targets, divisor=divisor, ignore_index=ignore_index, wide_logits=wide_logits
     )
 
 
-def backend() -> tuple[str, str]:
-    """What runs, and why."""
-    return "chunked", "all but traces, transforms of torch.func and tensor subclasses"
+def backend(device: torch.device, facts: Facts | None = None) -> tuple[str, str]:
+    """What runs for tensors on `device` of a model with `facts`, and why."""
+    return selection.outcome(
+        "linear_cross_entropy", device, ("chunked", "all but traces, transforms of torch.func and tensor subclasses")
+    )
