@@ -3,81 +3,21 @@
 from __future__ import annotations
 
 import copy
+import functools
 import random
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from loss_cases import DTYPES, IGNORED, Case, assert_as_exact, assert_same, error, split, step, which
 from zaya_hf import ZayaForCausalLM, ops
-from zaya_hf.ops.linear_cross_entropy import chunked, reference
+from zaya_hf.losses import causal_lm_loss
+from zaya_hf.ops.linear_cross_entropy import chunked, reference, rows, sums
 from zaya_hf.testing import random_ids, redraw, tiny_config
-
-DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-IGNORED = -100
-
-
-class Case:
-    """Rows, a head and targets, drawn afresh. `where`: which rows have a target."""
-
-    def __init__(self, seed: int, rows: int, words: int, width: int, bias: bool, where: str = "some"):
-        generator = torch.Generator().manual_seed(seed)
-        self.tensors: dict[str, Tensor] = {
-            "hidden": torch.randn(rows, width, generator=generator, dtype=torch.float64),
-            "weight": torch.randn(words, width, generator=generator, dtype=torch.float64) * 0.5,
-        }
-        if bias:
-            self.tensors["bias"] = torch.randn(words, generator=generator, dtype=torch.float64)
-        self.targets = torch.randint(0, words, (rows,), generator=generator)
-        if where != "all":
-            ignored = torch.rand(rows, generator=generator) < (0.3 if where == "some" else 2)
-            self.targets[ignored] = IGNORED
-        self.number = (self.targets != IGNORED).sum()
-
-    def leaves(self, dtype: torch.dtype, frozen: tuple[str, ...] = ()) -> dict[str, Tensor]:
-        """Rounded to `dtype`."""
-        return {name: t.to(dtype).requires_grad_(name not in frozen) for name, t in self.tensors.items()}
-
-    def run(self, function: Any, leaves: dict[str, Tensor], factor: float = 1.0, **options: Any) -> dict[str, Tensor]:
-        loss = function(leaves["hidden"], leaves["weight"], leaves.get("bias"), self.targets, **options)
-        wanted = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
-        found = torch.autograd.grad(loss * factor, list(wanted.values()))
-        return {"loss": loss.detach(), **dict(zip(wanted, found, strict=True))}
-
-    def exact(self, leaves: dict[str, Tensor], factor: float = 1.0, **options: Any) -> dict[str, Tensor]:
-        """In float64 from the same, rounded, numbers."""
-        wide = {n: t.detach().double().requires_grad_(t.requires_grad) for n, t in leaves.items()}
-        return self.run(reference.linear_cross_entropy, wide, factor, **options)
-
-
-def split(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
-    """Chunks of so many rows."""
-    monkeypatch.setattr(chunked, "_chunk_size", lambda number, weight, dtype: rows)
-
-
-def error(got: Tensor, want: Tensor) -> float:
-    return float((got.double() - want.double()).norm())
-
-
-def assert_as_exact(
-    got: dict[str, Tensor], plain: dict[str, Tensor], exact: dict[str, Tensor], dtype: Any, terms: float = 0.0
-) -> None:
-    """Not further from the truth than twice the reference, which rounds as often, and a few roundings of the whole.
-
-    Args:
-        terms: size of what is added up for an element of a gradient, where the sum may be close to 0.
-    """
-    assert got.keys() == plain.keys() == exact.keys()
-    for name, tensor in got.items():
-        assert tensor.dtype == plain[name].dtype, name
-        assert tensor.shape == plain[name].shape, name
-        assert tensor.isfinite().all(), name
-        rounding = torch.finfo(torch.promote_types(dtype, torch.float32) if name == "loss" else dtype).eps
-        whole = 4 * float(exact[name].norm()) + terms * tensor.numel() ** 0.5
-        bound = 2 * error(plain[name], exact[name]) + rounding * whole
-        assert error(tensor, exact[name]) <= bound, name
 
 
 # ------------------------------------------------------------------------------------------------ values and gradients
@@ -94,16 +34,21 @@ def test_random_problems(dtype: torch.dtype, test_seed: int, fuzzing: bool, monk
             where=draw.choice(["all", "some", "some", "none"]),
         )
         split(monkeypatch, draw.choice([1, 2, 5, 16, 64]))
-        monkeypatch.setitem(chunked.BLOCK_ELEMENTS, "cpu", draw.choice([1, 100, 2**20]))
-        monkeypatch.setitem(chunked.SLICE_ELEMENTS, "cpu", draw.choice([1, 100, 2**22]))
+        monkeypatch.setitem(rows.BLOCK_ELEMENTS, "cpu", draw.choice([1, 100, 2**20]))
+        monkeypatch.setitem(sums.SLICE_ELEMENTS, "cpu", draw.choice([1, 100, 2**22]))
         options: dict[str, Any] = {"wide_logits": draw.random() < 0.3}
         if draw.random() < 0.5:
             options["divisor"] = torch.tensor(draw.choice([3, 7.5]))
+        if draw.random() < 0.4:
+            options["z_loss"] = draw.choice([0.01, 0.3])
+        if draw.random() < 0.4:
+            options["softcap"] = draw.choice([0.5, 4.0, 50.0])
         factor = draw.choice([1.0, 0.3])
         leaves = case.leaves(dtype)
         got = case.run(chunked.linear_cross_entropy, leaves, factor, **options)
         plain = case.run(reference.linear_cross_entropy, leaves, factor, **options)
-        terms = factor / float(options.get("divisor", 1))
+        lse = case.largest_logsumexp() if "z_loss" in options else 0.0
+        terms = factor / float(options.get("divisor", 1)) * (1 + 2 * options.get("z_loss", 0.0) * lse)
         assert_as_exact(got, plain, case.exact(leaves, factor, **options), dtype, terms)
         with torch.no_grad():
             values = [leaves["hidden"], leaves["weight"], leaves.get("bias"), case.targets]
@@ -120,15 +65,58 @@ def test_edges_of_chunks_in_float64(number: int, monkeypatch: pytest.MonkeyPatch
         torch.testing.assert_close(tensor, want[name], rtol=1e-12, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def test_gradients_by_differences(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("options", [{}, {"z_loss": 0.1}, {"softcap": 2.0}, {"z_loss": 0.1, "softcap": 2.0}], ids=str)
+def test_gradients_by_differences(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     split(monkeypatch, 2)
     case = Case(1, 5, 7, 3, bias=True)
     leaves = list(case.leaves(torch.float64).values())
 
     def loss(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return chunked.linear_cross_entropy(hidden, weight, bias, case.targets, divisor=case.number)
+        return chunked.linear_cross_entropy(hidden, weight, bias, case.targets, divisor=case.number, **options)
 
     assert torch.autograd.gradcheck(loss, leaves)
+
+
+def test_what_z_loss_and_softcap_are() -> None:
+    """By the formulas, for one row; rows without a target count nothing."""
+    hidden, weight = torch.tensor([[1.0, 2.0], [9.0, 9.0]]), torch.tensor([[3.0, 0.0], [0.0, 1.0], [-1.0, 1.0]])
+    targets = torch.tensor([1, IGNORED])
+    logits = torch.tensor([3.0, 2.0, 1.0])
+    for module in (chunked, reference):
+
+        def loss(run: Any = module.linear_cross_entropy, **options: Any) -> Tensor:
+            return run(hidden, weight, None, targets, **options)
+
+        lse = logits.exp().sum().log()
+        torch.testing.assert_close(loss(), lse - 2)
+        torch.testing.assert_close(loss(z_loss=0.5), lse - 2 + 0.5 * lse**2)
+        torch.testing.assert_close(loss(z_loss=0.5, divisor=torch.tensor(4)), (lse - 2 + 0.5 * lse**2) / 4)
+        capped = 2 * (logits / 2).tanh()
+        lse = capped.exp().sum().log()
+        torch.testing.assert_close(loss(softcap=2), lse - capped[1])
+        torch.testing.assert_close(loss(softcap=2.0, z_loss=0.5), lse - capped[1] + 0.5 * lse**2)
+
+
+@pytest.mark.parametrize("wrong", [-1, float("nan"), float("inf"), None, True, "1", torch.tensor(0.1)], ids=str)
+def test_a_z_loss_that_makes_no_sense(wrong: Any) -> None:
+    ids = torch.ones(1, 3, dtype=torch.long)
+    for call in (
+        lambda: ops.linear_cross_entropy(torch.ones(2, 3), torch.ones(4, 3), None, torch.tensor([1, 2]), z_loss=wrong),
+        lambda: causal_lm_loss(torch.ones(1, 3, 4), ids, 4, z_loss=wrong),
+    ):
+        with pytest.raises(ValueError, match=r"z_loss is .*; expected a finite number of at least 0\."):
+            call()
+
+
+@pytest.mark.parametrize("wrong", [0, -1.0, float("nan"), float("inf"), False, "30"], ids=str)
+def test_a_softcap_that_makes_no_sense(wrong: Any) -> None:
+    ids = torch.ones(1, 3, dtype=torch.long)
+    for call in (
+        lambda: ops.linear_cross_entropy(torch.ones(2, 3), torch.ones(4, 3), None, torch.tensor([1, 2]), softcap=wrong),
+        lambda: causal_lm_loss(torch.ones(1, 3, 4), ids, 4, logit_softcap=wrong),
+    ):
+        with pytest.raises(ValueError, match=r"softcap of the logits is .*; expected None or a finite number above 0"):
+            call()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -163,7 +151,8 @@ def test_a_gradient_close_to_0_is_not_rounded_away() -> None:
 def test_only_what_is_needed_is_computed(frozen: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     products: list[tuple[int, ...]] = []
     real = chunked.product
-    monkeypatch.setattr(chunked, "product", lambda a, b: products.append((*a.shape, b.shape[0])) or real(a, b))
+    for module in (chunked, sums):
+        monkeypatch.setattr(module, "product", lambda a, b: products.append((*a.shape, b.shape[0])) or real(a, b))
     case = Case(3, 9, 11, 5, bias=True, where="all")
     leaves = case.leaves(torch.float64, frozen)
     got, want = case.run(chunked.linear_cross_entropy, leaves), case.exact(leaves)
@@ -173,12 +162,12 @@ def test_only_what_is_needed_is_computed(frozen: tuple[str, ...], monkeypatch: p
 
 
 def test_rows_without_a_target_are_not_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows: list[int] = []
+    multiplied: list[int] = []
     real = chunked.linear
-    monkeypatch.setattr(chunked, "linear", lambda x, *head: rows.append(x.shape[0]) or real(x, *head))
+    monkeypatch.setattr(chunked, "linear", lambda x, *head: multiplied.append(x.shape[0]) or real(x, *head))
     case = Case(4, 40, 11, 5, bias=False)
     got = case.run(chunked.linear_cross_entropy, case.leaves(torch.float64))
-    assert sum(rows) == case.number < 40
+    assert sum(multiplied) == case.number < 40
     assert not got["hidden"][case.targets == IGNORED].any()
 
 
@@ -188,7 +177,7 @@ def test_where_looking_at_targets_costs_a_wait(monkeypatch: pytest.MonkeyPatch) 
     counted = case.targets != IGNORED
     x, weight = case.tensors["hidden"], case.tensors["weight"]
     logits, losses = x @ weight.t(), x.new_full((20,), torch.nan)
-    chunked._differentiate(logits, case.targets.masked_fill(~counted, 0), counted, losses, torch.tensor(0.25))
+    rows.differentiate(logits, case.targets.masked_fill(~counted, 0), counted, losses, torch.tensor(0.25))
     want = case.exact(case.leaves(torch.float64), 0.25)
     torch.testing.assert_close(losses.sum(), want["loss"])
     torch.testing.assert_close(logits @ weight, want["hidden"])
@@ -212,14 +201,15 @@ def test_a_graph_can_be_used_again(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("frozen", [(), ("hidden",), ("weight",)], ids=["all", "head only", "hidden only"])
-def test_second_derivatives(frozen: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("options", [{}, {"z_loss": 0.1, "softcap": 2.0}], ids=str)
+def test_second_derivatives(frozen: tuple[str, ...], options: dict[str, Any]) -> None:
     """A penalty on gradients, say. What the forward pass computed ahead would leave its terms out without a word."""
     case = Case(7, 4, 5, 3, bias=True)
     leaves = case.leaves(torch.float64, frozen)
     wanted = [leaf for leaf in leaves.values() if leaf.requires_grad]
     found = []
     for module in (chunked, reference):
-        loss = module.linear_cross_entropy(*leaves.values(), case.targets, divisor=case.number)
+        loss = module.linear_cross_entropy(*leaves.values(), case.targets, divisor=case.number, **options)
         gradients = torch.autograd.grad(loss, wanted, create_graph=True)
         penalty = sum(gradient.square().sum() for gradient in gradients)
         found.append([*gradients, *torch.autograd.grad(penalty, wanted)])
@@ -267,17 +257,6 @@ def test_autocast(rows: int, stored: torch.dtype, wide_logits: bool, monkeypatch
     assert_as_exact(got, plain, exact, computed)
 
 
-def which(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the implementations that are called from now on."""
-    called: list[str] = []
-    for module, name in ((chunked, "chunked"), (reference, "reference")):
-        real = module.linear_cross_entropy
-        monkeypatch.setattr(
-            module, "linear_cross_entropy", lambda *a, n=name, f=real, **k: called.append(n) or f(*a, **k)
-        )
-    return called
-
-
 def test_which_implementation_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     called = which(monkeypatch)
     case = Case(11, 6, 9, 4, bias=False)
@@ -322,16 +301,16 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_no_tensor_holds_the_logits_of_all_rows(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows, words, width = 512, 1000, 16
+    number, words, width = 512, 1000, 16
     monkeypatch.setattr(chunked, "CHUNK_BYTES", 32 * words * dtype.itemsize)
-    case = Case(12, rows, words, width, bias=True, where="all")
+    case = Case(12, number, words, width, bias=True, where="all")
     leaves = case.leaves(dtype)
     seen = {}
     for module in (chunked, reference):
         with Largest({words * width}) as largest:  # the weight and its gradient
             case.run(module.linear_cross_entropy, leaves)
         seen[module] = largest.elements
-    assert seen[reference] == rows * words
+    assert seen[reference] == number * words
     assert seen[chunked] == 32 * words
 
 
@@ -345,6 +324,20 @@ def test_chunks_are_equal_and_as_large_as_allowed() -> None:
     assert chunked._chunk_size(10**4, torch.empty(10**8, 1, device="meta"), torch.float32) == 32
 
 
+def test_chunks_and_slices_on_a_gpu() -> None:
+    """Of the head of ZAYA1-8B: a chunk as large as the weight in bf16, and slices of whole tiles."""
+    with FakeTensorMode():
+        weight = torch.empty(262_272, 2048, dtype=torch.bfloat16, device="cuda")
+        assert chunked._chunk_size(16_384, weight, torch.bfloat16) == 2048
+        assert chunked._chunk_size(16_384, weight, torch.float32) == 1024
+        narrow = torch.empty(262_272, 64, device="cuda")
+        assert chunked._chunk_size(10_000, narrow, torch.float32) == 1000
+    assert sums.slice_rows(262_272, 2048, "cuda") == 87_552 == 342 * 256
+    assert sums.slice_rows(1000, 64, "cuda") == 1000
+    assert sums.slice_rows(0, 64, "cuda") == 0
+    assert sums.slice_rows(262_272, 2048, "cpu") == 2048
+
+
 # ------------------------------------------------------------------------------------------------------------ the model
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -352,29 +345,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "packed": {"position_ids": torch.tensor([[*range(5), *range(7)], [0, *range(11)]])},
     "shift_labels": {"labels": None, "shift_labels": random_ids(2, 12, seed=5)},
     "number": {"num_items_in_batch": torch.tensor(50)},
+    "z-loss": {"z_loss": 0.01},
+    "softcap": {"logit_softcap": 5.0, "z_loss": 0.01, "num_items_in_batch": 30},
     "another ignore_index": {"labels": random_ids(2, 12, seed=9, high=8), "ignore_index": 5},
 }
-
-
-def step(model: ZayaForCausalLM, **given: Any) -> dict[str, Tensor]:
-    ids = random_ids(2, 12, seed=11)
-    labels = ids.clone()
-    labels[1, 8:] = -100
-    model.zero_grad()
-    output = model(ids, **{"labels": labels, **given})
-    assert (output.logits is None) == (given.get("skip_logits") is not False)
-    output.loss.backward()
-    found = {name: p.grad for name, p in model.named_parameters()}
-    assert all(g is not None for g in found.values())
-    return {"loss": output.loss.detach(), **found}
-
-
-def assert_same(got: dict[str, Tensor], want: dict[str, Tensor], tolerance: float = 1e-5) -> None:
-    """Equal up to a share of each gradient's norm."""
-    assert got.keys() == want.keys()
-    for name, tensor in got.items():
-        assert tensor.dtype == want[name].dtype, name
-        assert (tensor - want[name]).norm() <= tolerance * want[name].norm().clamp_min(1.0), name
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["once", "checkpointing"])
@@ -531,3 +505,19 @@ def test_a_resized_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
     model.resize_token_embeddings(140, mean_resizing=False)
     assert_same(step(model), step(model, skip_logits=False))
     assert called == ["chunked"]
+
+
+def test_options_of_the_loss_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a trainer that calls the model itself; what a call says comes first."""
+    called = which(monkeypatch)
+    model = redraw(ZayaForCausalLM(tiny_config(num_hidden_layers=1))).train()
+    want, plain = step(model, z_loss=0.1, logit_softcap=4.0), step(model)
+    assert abs(want["loss"] - plain["loss"]) > 0.1
+    model.loss_function = functools.partial(causal_lm_loss, z_loss=0.1, logit_softcap=4.0)
+    assert_same(step(model), want)
+    assert_same(step(model, skip_logits=False), want)
+    assert_same(step(copy.deepcopy(model)), want)
+    assert_same(step(model, z_loss=0.0, logit_softcap=None), plain)
+    assert called == ["chunked"] * 5
+    model.loss_function = functools.partial(lambda logits, *_, **__: logits.sum())
+    assert model(random_ids(1, 3), labels=random_ids(1, 3)).logits is not None

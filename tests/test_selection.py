@@ -43,7 +43,7 @@ def test_what_is_asked_for(text: str, expected: dict[str, str]) -> None:
     ("text", "message"),
     [
         ("fastest", "ZAYA_OPS is 'fastest'; expected one of: auto, reference, triton"),
-        ("auto,expert=reference", "ZAYA_OPS names the operator 'expert'; there are: cca_mix, "),
+        ("auto,expert=reference", "ZAYA_OPS names the operator 'expert'; there are: cca_mix, cca_step"),
         ("router=", "expected one of"),
         ("router=fast", "expected one of"),
     ],
@@ -86,7 +86,10 @@ def test_a_transform_of_torch_func_declines() -> None:
 def test_it_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(selection.logger, "warning", said.append)
+    monkeypatch.setattr(selection, "_said", {})
     for _ in range(3):
         selection.say_once("router", "of a test")
         selection.say_once("experts", "of a test")
     assert said == [f"zaya_hf.ops.{name}: not Triton's kernels, since of a test." for name in ("router", "experts")]
+    assert selection.said("router") == ["of a test"]
+    assert selection.said("linear") == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from transformers.modeling_utils import slice_logits_to_keep
 
 from . import ops
 from .fusing import is_only_its_weights
-from .ops.numerics import promote
+from .ops.linear_cross_entropy import loss_of_logits
 
 
 def causal_lm_loss(
@@ -21,9 +22,16 @@ def causal_lm_loss(
     num_items_in_batch: Tensor | int | None = None,
     ignore_index: int = -100,
     shift_labels: Tensor | None = None,
+    *,
+    z_loss: float = 0.0,
+    logit_softcap: float | None = None,
     **kwargs: object,
 ) -> Tensor:
     """Cross-entropy of token t + 1 given logits t, in fp32 or wider.
+
+    The model's forward pass hands its further arguments on, so ``model(ids, labels=ids, z_loss=1e-4)`` sets one for a
+    call, and ``model.loss_function = functools.partial(causal_lm_loss, z_loss=1e-4)`` for a trainer that calls the
+    model itself.
 
     Args:
         logits: ``[B, S, vocab_size]``.
@@ -31,17 +39,20 @@ def causal_lm_loss(
         num_items_in_batch: number of targets to divide by (over all micro-batches and ranks, say); None: those of this
             call.
         shift_labels: ``[B, S]`` labels that are shifted already; they take precedence.
+        z_loss: adds so many times the square of each target's ``logsumexp(logits)``, which keeps it near 0; summed and
+            divided like the loss.
+        logit_softcap: the loss is that of ``c * tanh(logits / c)`` with this c; None: of the logits as they are. The
+            logits that the model returns are not changed. (Attention functions take a `softcap` of their own.)
 
     Returns:
         scalar; exactly 0, with zero gradients, when there is no target.
 
     Raises:
-        ValueError: without labels, and for labels that are not one whole number per row and column of `logits`.
+        ValueError: without labels, for labels that are not one whole number per row and column of `logits`, for a
+            `z_loss` that is no finite number of at least 0, and a `logit_softcap` that is not above 0.
     """
     targets = _targets(logits, labels, shift_labels, ignore_index)
-    total = F.cross_entropy(
-        promote(logits).reshape(-1, vocab_size), targets, ignore_index=ignore_index, reduction="sum"
-    )
+    total = loss_of_logits(logits.reshape(-1, vocab_size), targets, ignore_index, z_loss, logit_softcap)
     return total / _divisor(targets, num_items_in_batch, ignore_index)
 
 
@@ -55,6 +66,8 @@ def causal_lm_loss_of_hidden(
     shift_labels: Tensor | None = None,
     *,
     wide_logits: bool = False,
+    z_loss: float = 0.0,
+    logit_softcap: float | None = None,
     **kwargs: object,
 ) -> Tensor:
     """`causal_lm_loss` of ``hidden @ weight.T + bias``, which are never held for all tokens.
@@ -75,6 +88,8 @@ def causal_lm_loss_of_hidden(
         divisor=_divisor(targets, num_items_in_batch, ignore_index),
         ignore_index=ignore_index,
         wide_logits=wide_logits,
+        z_loss=z_loss,
+        softcap=logit_softcap,
     )
 
 
@@ -106,8 +121,8 @@ def logits_and_loss(
     head = model.lm_head
     if without:
         weight = head.weight if head_weight is None else head_weight
-        wide = head.config.fp32_logits
-        return None, causal_lm_loss_of_hidden(hidden, weight, head.bias, labels, wide_logits=wide, **kwargs)
+        options = {**_options_of(model.loss_function), **kwargs, "wide_logits": head.config.fp32_logits}
+        return None, causal_lm_loss_of_hidden(hidden, weight, head.bias, labels, **options)
     logits = head(slice_logits_to_keep(hidden, logits_to_keep))
     loss = model.loss_function(logits, labels, model.vocab_size, **kwargs) if with_loss else None
     return None if skip else logits, loss
@@ -127,7 +142,7 @@ def skips_logits(
         ValueError: for skip_logits=True where the logits are all that is asked for, or are needed by the loss function.
     """
     everything = isinstance(logits_to_keep, int) and logits_to_keep == 0
-    ours = model.loss_function is causal_lm_loss
+    ours = _is_ours(model.loss_function)
     if skip_logits is None and with_loss:
         skip_logits = model.skip_logits  # a default of the user's own
     if skip_logits is None:
@@ -138,6 +153,17 @@ def skips_logits(
         raise ValueError("skip_logits=True, but the model's loss_function is not causal_lm_loss and needs logits.")
     without = skip_logits and everything and head_is_plain and is_only_its_weights(model.lm_head)
     return skip_logits, without
+
+
+def _is_ours(function: Any) -> bool:
+    """Whether it is `causal_lm_loss`, with options of its own perhaps."""
+    if isinstance(function, functools.partial):
+        return function.func is causal_lm_loss and not function.args
+    return function is causal_lm_loss
+
+
+def _options_of(function: Any) -> dict[str, Any]:
+    return dict(function.keywords) if isinstance(function, functools.partial) else {}
 
 
 def _targets(of: Tensor, labels: Tensor | None, shift_labels: Tensor | None, ignore_index: int) -> Tensor:

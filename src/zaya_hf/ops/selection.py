@@ -22,7 +22,7 @@ logger = logging.get_logger(__name__)
 #: "triton": the kernels wherever they can run, else as "auto" without them; "reference": the definition.
 CHOICES = ("auto", "reference", "triton")
 #: operators that can be singled out
-OPERATORS = ("cca_mix", "experts", "linear", "linear_cross_entropy", "residual_norm", "router")
+OPERATORS = ("cca_mix", "cca_step", "experts", "linear", "linear_cross_entropy", "residual_norm", "router")
 
 
 class _Choice:
@@ -117,9 +117,13 @@ def is_exporting() -> bool:
     return torch.compiler.is_exporting() or (not torch.compiler.is_compiling() and bool(torch._C._get_tracing_state()))
 
 
+#: in a trace a module's buffer has a type of its own
+_PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
 def are_plain(*tensors: Tensor | None) -> bool:
     """Whether all are torch's own strided tensors or parameters, no subclass that has its own idea of operators."""
-    return all(t is None or (type(t) in (Tensor, torch.nn.Parameter) and t.layout == torch.strided) for t in tensors)
+    return all(t is None or (type(t) in _PLAIN and t.layout == torch.strided) for t in tensors)
 
 
 def wants_triton(operator: str, device: torch.device) -> bool:
@@ -195,10 +199,15 @@ def outcome(
 def say_once(operator: str, why: str) -> None:
     """Tell the user that the kernels of `operator` were to run and cannot, once for each `why`. Not inside a trace,
     which would have to be cut for it."""
-    if not torch.compiler.is_compiling() and not torch._C._get_tracing_state():
-        _say(operator, why)
-
-
-@functools.cache
-def _say(operator: str, why: str) -> None:
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() or why in _said.setdefault(operator, []):
+        return
+    _said[operator].append(why)
     logger.warning(f"zaya_hf.ops.{operator}: not Triton's kernels, since {why}.")
+
+
+_said: dict[str, list[str]] = {}
+
+
+def said(operator: str) -> list[str]:
+    """Why calls of an operator in this process went without its kernels, although they were to run."""
+    return list(_said.get(operator, []))

@@ -39,6 +39,15 @@ def sigmoid(x):
     return tl.where(x >= 0, 1.0, e) / (1.0 + e)
 
 
+@triton.jit
+def narrowed(x, dtype: tl.constexpr):
+    """fp32 `x` in `dtype`, rounded to the nearest. Triton's interpreter would cut bf16 off instead."""
+    if INTERPRETED and dtype == tl.bfloat16:
+        bits = x.to(tl.uint32, bitcast=True)
+        x = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16 << 16).to(tl.float32, bitcast=True)
+    return x.to(dtype)
+
+
 @dataclass(frozen=True)
 class Launch:
     """One launch that was written down.

@@ -2,11 +2,14 @@
 
 The gradients are computed in the forward pass, while a chunk's logits are there, so nothing is multiplied twice. Beside
 its results the function needs one chunk of logits; for weights narrower than fp32 and several chunks also a second
-tensor like the weight, which keeps what rounding takes from the sum of the chunks' gradients.
+tensor like the weight, which keeps what rounding takes from the sum of the chunks' gradients. The products are torch's;
+what becomes of a chunk's logits is computed by torch (`rows`) or by a kernel (`triton`).
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -15,33 +18,53 @@ from torch import Tensor
 from .. import selection
 from ..linear import linear, product
 from ..numerics import wide_dtype
-from . import reference
+from . import reference, rows
+from .sums import ProductSum
 
-#: bytes of a chunk of logits: so many, or half as many as the weight has elements if that is more. With fewer rows the
-#: gradient of the weight is bound by memory: each chunk reads and writes all of it.
+#: bytes of a chunk of logits: so many, or a share of the weight's size (bytes per element) if that is more. With fewer
+#: rows the gradient of the weight is bound by memory: each chunk reads and writes all of it.
 CHUNK_BYTES = 64 * 2**20
-FEWEST_ROWS = 32
-#: elements of a chunk whose softmax is taken at once: on a CPU what stays in its caches
-BLOCK_ELEMENTS = {"cpu": 2**20}
-#: elements of the weight's gradient that are added at once, where adding takes more than the product itself
-SLICE_ELEMENTS = {"cpu": 2**22}
-ELSEWHERE = 2**26  # both, on devices where a call costs more than memory
+WEIGHT_SHARE = {"cuda": 2.0}
+WEIGHT_SHARE_ELSEWHERE = 0.5
+#: a GPU's kernel takes a row with one workgroup, and 304 compute units want several each
+FEWEST_ROWS = {"cuda": 1024}
+FEWEST_ROWS_ELSEWHERE = 32
+#: devices where looking at the targets costs nothing
+LOOKED_AT = ("cpu",)
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]  # of hidden, weight, bias
+Wanted = tuple[bool, bool, bool]
 NOTHING = (False, False, False)
 
 
-def covers(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, wide_logits: bool) -> bool:
-    """Whether these tensors can be computed here."""
+@dataclass(frozen=True)
+class Problem:
+    """All but the tensors.
+
+    Attributes:
+        dtype: in which is multiplied.
+        ignore_index, z_loss, softcap: as in `op.linear_cross_entropy`.
+    """
+
+    dtype: torch.dtype
+    ignore_index: int = -100
+    z_loss: float = 0.0
+    softcap: float | None = None
+
+
+def declines(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, wide_logits: bool = False
+) -> str | None:
+    """Why these tensors cannot be computed here; None: they can."""
     tensors = [hidden, weight, targets] if bias is None else [hidden, weight, targets, bias]
     floats = {tensor.dtype for tensor in tensors if tensor is not targets}
-    return (
-        selection.is_eager()
-        and selection.are_plain(*tensors)
-        and len({tensor.device for tensor in tensors}) == 1
-        and hidden.device.type != "meta"
-        and (len(floats) == 1 or (torch.float64 not in floats and (wide_logits or _autocasts(hidden))))
-    )
+    if not selection.are_plain(*tensors):
+        return "a tensor is of a class of its own"
+    if hidden.device.type == "meta" or len({tensor.device for tensor in tensors}) > 1:
+        return "the tensors are on several devices, or on none"
+    if len(floats) > 1 and (torch.float64 in floats or not (wide_logits or _autocasts(hidden))):
+        return "the tensors have several dtypes"
+    return None
 
 
 def linear_cross_entropy(
@@ -53,28 +76,45 @@ def linear_cross_entropy(
     divisor: Tensor | None = None,
     ignore_index: int = -100,
     wide_logits: bool = False,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
 ) -> Tensor:
     """See `op.linear_cross_entropy`."""
-    dtype = _product_dtype(hidden, wide_logits)
-    if divisor is not None:
-        divisor = divisor.detach().to(hidden.device, wide_dtype(dtype))
-    wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (hidden, weight, bias))
-    if wanted:
-        return _LinearCrossEntropy.apply(hidden, weight, bias, targets, divisor, ignore_index, dtype)
+    problem = Problem(product_dtype(hidden, wide_logits), ignore_index, z_loss, softcap)
+    divisor = None if divisor is None else widened(divisor, hidden, problem.dtype)
+    if any(wanted_of(hidden, weight, bias)):
+        return _LinearCrossEntropy.apply(hidden, weight, bias, targets, divisor, problem)
     with torch.no_grad():
-        total, _ = _compute(hidden, weight, bias, targets, ignore_index, dtype, NOTHING, 1.0)
+        total, _ = compute(hidden, weight, bias, targets, problem, NOTHING, 1.0)
     return total if divisor is None else total / divisor
+
+
+def wanted_of(*tensors: Tensor | None) -> Wanted:
+    """Of which of three tensors the gradient is wanted."""
+    first, second, third = (torch.is_grad_enabled() and t is not None and t.requires_grad for t in tensors)
+    return first, second, third
+
+
+def widened(divisor: Tensor, hidden: Tensor, dtype: torch.dtype) -> Tensor:
+    """`divisor` where and as it is used."""
+    return divisor.detach().to(hidden.device, wide_dtype(dtype))
 
 
 def _autocasts(tensor: Tensor) -> bool:
     return torch.is_autocast_enabled(tensor.device.type)
 
 
-def _product_dtype(hidden: Tensor, wide_logits: bool) -> torch.dtype:
+def product_dtype(hidden: Tensor, wide_logits: bool) -> torch.dtype:
     """In what the reference would multiply."""
     if _autocasts(hidden) and hidden.dtype != torch.float64:
         return torch.get_autocast_dtype(hidden.device.type)
     return wide_dtype(hidden.dtype) if wide_logits else hidden.dtype
+
+
+def comes_later(dtype: torch.dtype) -> bool:
+    """Whether gradients wait for the backward pass: fp16 holds those of logits only times the loss scale, which comes
+    with it."""
+    return dtype == torch.float16
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -86,16 +126,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         divisor: Tensor | None,
-        ignore_index: int,
-        dtype: torch.dtype,
+        problem: Problem,
     ) -> Tensor:
         ctx.save_for_backward(hidden, weight, bias, targets, divisor)
-        ctx.ignore_index, ctx.dtype, ctx.gradients = ignore_index, dtype, None
-        # fp16 holds the gradients of logits only times the loss scale, which comes with the backward pass.
-        later = dtype == torch.float16
+        ctx.problem, ctx.gradients = problem, None
+        later = comes_later(problem.dtype)
         wanted = NOTHING if later else ctx.needs_input_grad[:3]
         scale = 1.0 if divisor is None else divisor.reciprocal()
-        total, gradients = _compute(hidden, weight, bias, targets, ignore_index, dtype, wanted, scale)
+        total, gradients = compute(hidden, weight, bias, targets, problem, wanted, scale)
         if not later:
             ctx.gradients = gradients
         return total if divisor is None else total / divisor
@@ -103,78 +141,90 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
+        hidden, weight, bias, targets, divisor = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[:3]
         if torch.is_grad_enabled():  # create_graph: what was computed ahead is no function of the inputs
-            return *_differentiable(ctx, grad), None, None, None, None
+            found = differentiable(hidden, weight, bias, targets, divisor, ctx.problem, wanted, grad)
+            return *found, None, None, None
         # Given away, not kept: autograd can make them .grad without a copy, and they can be scaled in place.
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:  # fp16, or the graph is used again
-            hidden, weight, bias, targets, divisor = ctx.saved_tensors
             scale = grad if divisor is None else grad / divisor
-            wanted = ctx.needs_input_grad[:3]
-            _, gradients = _compute(hidden, weight, bias, targets, ctx.ignore_index, ctx.dtype, wanted, scale)
+            _, gradients = compute(hidden, weight, bias, targets, ctx.problem, wanted, scale)
         elif grad.device.type != "cpu" or torch.compiler.is_compiling() or grad.item() != 1:
             for gradient in gradients:
                 if gradient is not None:
                     gradient.mul_(grad)
-        return *gradients, None, None, None, None
+        return *gradients, None, None, None
 
 
-def _differentiable(ctx: Any, grad: Tensor) -> Gradients:
-    """The wanted gradients as part of the graph, by way of all logits."""
-    hidden, weight, bias, targets, divisor = ctx.saved_tensors
-    with torch.autocast(hidden.device.type, enabled=False):
-        loss = reference.linear_cross_entropy(
-            hidden.to(ctx.dtype),
-            weight.to(ctx.dtype),
-            None if bias is None else bias.to(ctx.dtype),
-            targets,
-            divisor=divisor,
-            ignore_index=ctx.ignore_index,
-        )
-    wanted = [tensor for tensor, needed in zip((hidden, weight, bias), ctx.needs_input_grad, strict=False) if needed]
-    found = iter(torch.autograd.grad(loss, wanted, grad, create_graph=True))
-    first, second, third = (next(found) if needed else None for needed in ctx.needs_input_grad[:3])
-    return first, second, third
-
-
-def _compute(
+def differentiable(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     targets: Tensor,
-    ignore_index: int,
-    dtype: torch.dtype,
-    wanted: tuple[bool, bool, bool],
+    divisor: Tensor | None,
+    problem: Problem,
+    wanted: Wanted,
+    grad: Tensor,
+) -> Gradients:
+    """The wanted gradients as part of the graph, by way of all logits."""
+    with torch.autocast(hidden.device.type, enabled=False):
+        loss = reference.linear_cross_entropy(
+            hidden.to(problem.dtype),
+            weight.to(problem.dtype),
+            None if bias is None else bias.to(problem.dtype),
+            targets,
+            divisor=divisor,
+            ignore_index=problem.ignore_index,
+            z_loss=problem.z_loss,
+            softcap=problem.softcap,
+        )
+    inputs = [t for t, needed in zip((hidden, weight, bias), wanted, strict=True) if needed and t is not None]
+    found = iter(torch.autograd.grad(loss, inputs, grad, create_graph=True))
+    first, second, third = (next(found) if needed else None for needed in wanted)
+    return first, second, third
+
+
+def compute(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    problem: Problem,
+    wanted: Wanted,
     scale: Tensor | float,
 ) -> tuple[Tensor, Gradients]:
-    """The sum, and the wanted gradients of `scale` times the sum; outside the graph."""
-    keep, rows = targets != ignore_index, None
-    if hidden.device.type == "cpu":  # looking is free: leave rows without a target out of the products
-        rows = None if bool(keep.all()) else keep.nonzero()[:, 0]
-        targets = targets if rows is None else targets[rows]
+    """The sum, and the wanted gradients of `scale` times the sum; outside the graph. All results are contiguous."""
+    dtype, kernels = problem.dtype, _kernels(hidden.device, problem.dtype)
+    chunk, which = _Chunk(problem, kernels), None
+    keep = targets != problem.ignore_index
+    looks = hidden.device.type in LOOKED_AT
+    if looks:  # leave rows without a target out of the products
+        which = None if bool(keep.all()) else keep.nonzero()[:, 0]
+        targets = targets if which is None else targets[which]
         _check(targets, weight.shape[0])
-    else:
+    elif kernels is None:
         targets = targets.masked_fill(~keep, 0)
+    targets = targets.contiguous()
     number, wide = targets.shape[0], wide_dtype(dtype)
     size = _chunk_size(number, weight, dtype)
     losses = hidden.new_empty(number, dtype=wide)
-    if isinstance(scale, Tensor) and scale.device.type == "cpu":
-        scale = scale.item()
+    prepared = chunk.prepared(scale, losses) if any(wanted) else None
     head, offset = weight.to(dtype), None if bias is None else bias.to(dtype)
     hidden_grad = weight_sum = bias_sum = None
     if wanted[0]:
-        hidden_grad = torch.empty_like(hidden) if rows is None else torch.zeros_like(hidden)
+        hidden_grad = hidden.new_empty(hidden.shape) if which is None else hidden.new_zeros(hidden.shape)
     if wanted[1]:
-        weight_sum = _ProductSum(weight, several=number > size)
+        weight_sum = ProductSum(weight, several=number > size, kernels=kernels)
     if wanted[2]:
         bias_sum = weight.new_zeros(weight.shape[0], dtype=wide)
     for start in range(0, number, size):
         part = slice(start, start + size)
-        place = part if rows is None else rows[part]
+        place = part if which is None else which[part]
         x = hidden[place].to(dtype)
         logits = linear(x, head, offset)
-        counted = None if hidden.device.type == "cpu" else keep[part]
-        _differentiate(logits, targets[part], counted, losses[part], scale if any(wanted) else None)
+        chunk.differentiate(logits, targets[part], None if looks else keep[part], losses[part], prepared)
         if hidden_grad is not None:
             hidden_grad[place] = product(logits, head.t()).to(hidden.dtype)
         if weight_sum is not None:
@@ -189,6 +239,49 @@ def _compute(
     )
 
 
+def _kernels(device: torch.device, dtype: torch.dtype) -> ModuleType | None:
+    """The module of Triton's kernels, if they are to run for logits of `dtype`."""
+    if not selection.wants_triton("linear_cross_entropy", device):
+        return None
+    why_not = selection.triton_declines(device) or kernels_decline(dtype)
+    if why_not is not None:
+        selection.say_once("linear_cross_entropy", why_not)
+        return None
+    from . import triton as kernels
+
+    return kernels
+
+
+def kernels_decline(dtype: torch.dtype) -> str | None:
+    """Why the kernels do not take logits of `dtype`."""
+    return "the kernels compute in fp32, and the tensors are float64" if dtype == torch.float64 else None
+
+
+class _Chunk:
+    """What becomes of the logits of a chunk: by a kernel where there are `kernels`, else by torch."""
+
+    def __init__(self, problem: Problem, kernels: ModuleType | None):
+        self.problem, self.kernels = problem, kernels
+
+    def prepared(self, scale: Tensor | float, losses: Tensor) -> Tensor | float:
+        """`scale` as `differentiate` takes it."""
+        if self.kernels is not None:
+            return losses.new_full((), scale) if isinstance(scale, float) else scale.to(losses.dtype)
+        return scale.item() if isinstance(scale, Tensor) and scale.device.type == "cpu" else scale
+
+    def differentiate(
+        self, logits: Tensor, targets: Tensor, counted: Tensor | None, losses: Tensor, scale: Any
+    ) -> None:
+        """As `rows.differentiate`."""
+        problem = self.problem
+        if self.kernels is None:
+            rows.differentiate(logits, targets, counted, losses, scale, problem.z_loss, problem.softcap)
+        else:
+            self.kernels.differentiate(
+                logits, targets, losses, scale, problem.ignore_index, problem.z_loss, problem.softcap
+            )
+
+
 def _check(targets: Tensor, words: int) -> None:
     if targets.numel() == 0:
         return
@@ -200,93 +293,8 @@ def _check(targets: Tensor, words: int) -> None:
 def _chunk_size(number: int, weight: Tensor, dtype: torch.dtype) -> int:
     """Rows of one chunk, such that all chunks are about equal."""
     row = max(1, weight.shape[0] * dtype.itemsize)
-    most = max(FEWEST_ROWS, max(CHUNK_BYTES, weight.numel() // 2) // row)
+    share = WEIGHT_SHARE.get(weight.device.type, WEIGHT_SHARE_ELSEWHERE)
+    fewest = FEWEST_ROWS.get(weight.device.type, FEWEST_ROWS_ELSEWHERE)
+    most = max(fewest, max(CHUNK_BYTES, int(weight.numel() * share)) // row)
     chunks = max(1, -(-number // most))
     return max(1, -(-number // chunks))
-
-
-def _differentiate(
-    logits: Tensor, targets: Tensor, counted: Tensor | None, losses: Tensor, scale: Tensor | float | None
-) -> None:
-    """Write the losses of some rows, and put `scale` times their gradients in the place of the logits.
-
-    Args:
-        logits: ``[T, V]``.
-        targets: ``[T]``, valid words also where `counted` ``[T]`` says that a row has none; None: all have one.
-        losses: ``[T]``, fp32 or wider.
-        scale: None: the gradients are not wanted; the logits are lost.
-    """
-    rows = max(1, BLOCK_ELEMENTS.get(logits.device.type, ELSEWHERE) // max(1, logits.shape[1]))
-    if logits.device.type == "cpu":
-        rows = max(rows, torch.get_num_threads())  # a softmax takes one thread per row
-    for start in range(0, logits.shape[0], rows):
-        part = slice(start, start + rows)
-        block, target = logits[part], targets[part, None]
-        values = block.to(losses.dtype)
-        shares = torch.softmax(values, 1)
-        # The largest share is 1 / sum(exp(values - largest)), so no share that may be 0 has its logarithm taken.
-        above = values.amax(1, keepdim=True) - values.gather(1, target)
-        loss = above - shares.amax(1, keepdim=True).log()
-        losses[part] = (loss if counted is None else loss.where(counted[part, None], 0))[:, 0]
-        if scale is None:
-            continue
-        factor = scale if counted is None else scale * counted[part, None]
-        of_target = (shares.gather(1, target) - 1) * factor
-        block.copy_(shares.mul_(factor).scatter_(1, target, of_target))
-
-
-class _ProductSum:
-    """``sum(d.T @ x)`` over chunks, in the dtype of a weight. A narrow dtype rounds each product and the sum of all,
-    but no sum on the way, so the error does not grow with the chunks.
-
-    Args:
-        weight: ``[V, D]``, whose gradient this is.
-        several: whether there are several chunks.
-    """
-
-    def __init__(self, weight: Tensor, several: bool):
-        self.weight, self.wide = weight, wide_dtype(weight.dtype)
-        self.narrow, self.several = self.wide != weight.dtype, several
-        self.total: Tensor | None = None
-        self.rest: Tensor | None = None  # what rounding took from the total
-
-    def add(self, d: Tensor, x: Tensor) -> None:
-        """``[T, V]`` and ``[T, D]``, in one dtype."""
-        if d.dtype == self.weight.dtype and self.total is None:
-            self.total = product(d.t(), x.t())
-        elif d.dtype == self.weight.dtype and not self.narrow:
-            self.result().addmm_(d.t(), x)
-        else:
-            self._add_slices(d, x)
-
-    def _add_slices(self, d: Tensor, x: Tensor) -> None:
-        if self.total is None:
-            self.total = torch.zeros_like(self.weight)
-        if self.rest is None and self.narrow and self.several:
-            self.rest = torch.zeros_like(self.weight)
-        words, width = self.weight.shape
-        rows = min(words, max(1, SLICE_ELEMENTS.get(d.device.type, ELSEWHERE) // max(1, width)))
-        space = d.new_empty(rows, width)
-        # Reused from slice to slice: a CPU spends more on fresh memory of this size than on the sums.
-        sums, others = (d.new_empty(rows, width, dtype=self.wide) for _ in range(2))
-        for start in range(0, words, rows):
-            total = self.total[start : start + rows]
-            number = total.shape[0]
-            part = torch.mm(d[:, start : start + rows].t(), x, out=space[:number])
-            if not self.narrow:
-                total += part
-                continue
-            exact, other = sums[:number].copy_(total), others[:number]
-            exact += other.copy_(part)
-            if self.rest is None:
-                total.copy_(exact)
-                continue
-            rest = self.rest[start : start + rows]
-            exact += other.copy_(rest)
-            total.copy_(exact)
-            exact -= other.copy_(total)
-            rest.copy_(exact)
-
-    def result(self) -> Tensor:
-        """``[V, D]``."""
-        return torch.zeros_like(self.weight) if self.total is None else self.total

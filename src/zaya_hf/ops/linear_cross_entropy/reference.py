@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -17,11 +18,27 @@ def linear_cross_entropy(
     divisor: Tensor | None = None,
     ignore_index: int = -100,
     wide_logits: bool = False,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
 ) -> Tensor:
     """See `op.linear_cross_entropy`."""
     if wide_logits:
         wide = wide_dtype(hidden.dtype)
         hidden, weight, bias = hidden.to(wide), weight.to(wide), None if bias is None else bias.to(wide)
-    logits = F.linear(hidden, weight, bias)
-    total = F.cross_entropy(promote(logits), targets, ignore_index=ignore_index, reduction="sum")
+    total = of_logits(F.linear(hidden, weight, bias), targets, ignore_index, z_loss, softcap)
     return total if divisor is None else total / divisor
+
+
+def of_logits(
+    logits: Tensor, targets: Tensor, ignore_index: int = -100, z_loss: float = 0.0, softcap: float | None = None
+) -> Tensor:
+    """The sum for logits ``[N, V]`` and `targets` ``[N]``, in fp32 or wider; the others as in
+    `op.linear_cross_entropy`."""
+    values = promote(logits)
+    if softcap is not None:
+        values = softcap * torch.tanh(values / softcap)
+    total = F.cross_entropy(values, targets, ignore_index=ignore_index, reduction="sum")
+    if z_loss:
+        squares = values.logsumexp(1).square()
+        total = total + z_loss * squares.masked_fill(targets == ignore_index, 0).sum()
+    return total
