@@ -21,6 +21,7 @@ class Workload:
             `common.triton.recording`.
         bytes: that have to be read and written at least once.
         flops: of the products; 0 where there are none that a matrix instruction could do.
+        backends: of the GPUs on which the operator takes it, see `targets.Target`.
     """
 
     kernel: str
@@ -30,3 +31,4 @@ class Workload:
     launch: Callable[[KernelConfig], None]
     bytes: float
     flops: float = 0.0
+    backends: tuple[str, ...] = ("hip", "cuda")

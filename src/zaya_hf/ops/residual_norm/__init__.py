@@ -1,5 +1,5 @@
 """Residual scaling and RMSNorm."""
 
-from .op import residual_merge, rms_norm
+from .op import residual_merge, residual_merge_norm, rms_norm
 
-__all__ = ["residual_merge", "rms_norm"]
+__all__ = ["residual_merge", "residual_merge_norm", "rms_norm"]

@@ -72,12 +72,12 @@ class _Merge(torch.autograd.Function):
             (output, ctx.dtypes[0], (scale, bias), (wanted[0], wanted[2], wanted[3])),
             (residual, ctx.dtypes[1], (residual_scale, residual_bias), (wanted[1], wanted[4], wanted[5])),
         ):
-            halves.append(_half_backward(grad, total, x, dtype, *vectors, needed))
+            halves.append(half_gradients(grad, total, x, dtype, *vectors, needed))
         (output_grad, *first), (residual_grad, *second) = halves
         return output_grad, residual_grad, *first, *second
 
 
-def _half_backward(
+def half_gradients(
     grad: Tensor,
     total: Tensor | None,
     x: Tensor | None,
@@ -126,14 +126,44 @@ class _RMSNorm(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         factor = ctx.factor
         if torch.is_grad_enabled():  # to be differentiated again
-            factor = torch.rsqrt(promote(x).square().mean(-1, keepdim=True) + ctx.eps)
-        (grad,) = grads
-        normed = x * factor
-        x_grad = weight_grad = None
-        if ctx.needs_input_grad[1]:
-            weight_grad = (grad * normed).flatten(0, -2).sum(0).to(weight.dtype)
-        if ctx.needs_input_grad[0]:
-            scaled = grad * promote(weight)
-            along = (scaled * normed).mean(-1, keepdim=True)
-            x_grad = (torch.addcmul(scaled, normed, along, value=-1) * factor).to(x.dtype)
-        return x_grad, weight_grad, None, None
+            factor = norm_factor(x, ctx.eps)
+        x_grad, weight_grad = norm_gradients(grads[0], x, weight, factor, ctx.needs_input_grad[:2])
+        return None if x_grad is None else x_grad.to(x.dtype), weight_grad, None, None
+
+
+def norm_factor(x: Tensor, eps: float) -> Tensor:
+    """What every token is multiplied by, ``[..., 1]``, as part of the graph."""
+    return torch.rsqrt(promote(x).square().mean(-1, keepdim=True) + eps)
+
+
+def norm_gradients(
+    grad: Tensor, x: Tensor, weight: Tensor, factor: Tensor, wanted: tuple[bool, bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of x, fp32 or wider, and of `weight` in ``x factor weight``."""
+    normed = x * factor
+    x_grad = weight_grad = None
+    if wanted[1]:
+        weight_grad = (grad * normed).flatten(0, -2).sum(0).to(weight.dtype)
+    if wanted[0]:
+        scaled = grad * promote(weight)
+        along = (scaled * normed).mean(-1, keepdim=True)
+        x_grad = torch.addcmul(scaled, normed, along, value=-1) * factor
+    return x_grad, weight_grad
+
+
+def residual_merge_norm(
+    output: Tensor,
+    residual: Tensor | None,
+    output_scale: Tensor,
+    output_bias: Tensor,
+    residual_scale: Tensor | None,
+    residual_bias: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    dtype: torch.dtype,
+    stream_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor]:
+    """As `reference.residual_merge_norm`, in `dtype`."""
+    merged = residual_merge(output, residual, output_scale, output_bias, residual_scale, residual_bias)
+    stream = merged if stream_dtype is None else merged.to(stream_dtype)
+    return stream, rms_norm(stream, weight, eps, dtype)

@@ -45,3 +45,30 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = 
     wide = promote(x)
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (normed * promote(weight)).to(weight.dtype if dtype is None else dtype)
+
+
+def residual_merge_norm(
+    output: Tensor,
+    residual: Tensor | None,
+    output_scale: Tensor,
+    output_bias: Tensor,
+    residual_scale: Tensor | None,
+    residual_bias: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    dtype: torch.dtype | None = None,
+    stream_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The merge, and the norm of what was merged.
+
+    Args:
+        output, residual, output_scale, output_bias, residual_scale, residual_bias: as in `residual_merge`.
+        weight, eps, dtype: as in `rms_norm`.
+        stream_dtype: what the merge is rounded to before the norm; None: not at all.
+
+    Returns:
+        the stream and the normed stream, ``[..., D]``.
+    """
+    merged = residual_merge(output, residual, output_scale, output_bias, residual_scale, residual_bias)
+    stream = merged if stream_dtype is None else merged.to(stream_dtype)
+    return stream, rms_norm(stream, weight, eps, dtype)
