@@ -1,5 +1,15 @@
 """Selection of one slot per token."""
 
-from .reference import count_slots, initial_balancing_biases, select_slots
+from .op import route
+from .op import takes as route_takes
+from .reference import RouterWeights, Routing, count_slots, initial_balancing_biases, select_slots
 
-__all__ = ["count_slots", "initial_balancing_biases", "select_slots"]
+__all__ = [
+    "RouterWeights",
+    "Routing",
+    "count_slots",
+    "initial_balancing_biases",
+    "route",
+    "route_takes",
+    "select_slots",
+]
