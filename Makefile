@@ -27,10 +27,11 @@ STAMP := $(VENV)/.installed-$(EXTRAS_LIST)
 # with few tests, which are the slow ones, at the end.
 PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 # One thread per process: two test processes on two cores, and figures that do not depend on the machine's core count.
-TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+# Triton is going to change its default for fusing multiplications and additions, so it is said here.
+TEST_ENV := OMP_NUM_THREADS=1 TRITON_DEFAULT_FP_FUSION=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-latest fuzz bench lint docs clean
+.PHONY: help install quickstart test test-gpu test-latest fuzz bench lint docs clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -46,8 +47,23 @@ $(STAMP): pyproject.toml
 quickstart: $(STAMP)  ## train, evaluate and compare five tiny models (about five minutes on two cores), write a report
 	$(VENV)/bin/zaya quickstart $(QUICKSTART_ARGS)
 
-test: $(STAMP)  ## the tests that need neither GPU nor network (PYTEST_ARGS adds to the command)
-	$(TEST_ENV) $(VENV)/bin/python -m pytest -q $(PARALLEL) $(PYTEST_ARGS)
+# Three processes: what Triton interprets cannot be compiled in the same one, and most tests need neither. Arguments may
+# leave one of them without a test (exit code 5).
+PYTEST = $(TEST_ENV) $(VENV)/bin/python -m pytest -q $(PARALLEL)
+MAY_BE_EMPTY = $(if $(strip $(PYTEST_ARGS)),|| test $$? -eq 5)
+# Where kernels are tested, unless PYTEST_ARGS names files.
+KERNELS = $(if $(findstring tests/,$(PYTEST_ARGS)),,tests/kernels)
+
+test: $(STAMP)  ## the tests that need neither GPU nor network (PYTEST_ARGS adds to the three commands)
+	@echo "tests in plain PyTorch:"
+	$(PYTEST) $(PYTEST_ARGS) $(MAY_BE_EMPTY)
+	@echo "tests of Triton kernels, interpreted:"
+	$(PYTEST) -m interpreter $(KERNELS) $(PYTEST_ARGS) $(MAY_BE_EMPTY)
+	@echo "tests of Triton kernels, compiled:"
+	$(PYTEST) -m compile_only $(KERNELS) $(PYTEST_ARGS) $(MAY_BE_EMPTY)
+
+test-gpu: $(STAMP)  ## the kernels' tests on a GPU, at the sizes of a real model
+	$(TEST_ENV) $(VENV)/bin/python -m pytest -q -m gpu $(KERNELS) $(PYTEST_ARGS)
 
 # pip is told of transformers alone, so that the upper bound of pyproject.toml does not hold; what it then says about
 # packages that do not fit together is no error.

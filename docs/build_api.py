@@ -28,6 +28,7 @@ MODULES = (
     "zaya_hf.evaluation.statistics",
     "zaya_hf.exporting",
     "zaya_hf.hub.card",
+    "zaya_hf.kernel_table",
     "zaya_hf.ops",
     "zaya_hf.ops.selection",
     "zaya_hf.supported_versions",

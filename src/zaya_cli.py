@@ -26,6 +26,7 @@ from typing import Any, NoReturn
 
 # command -> module whose `run(args) -> int` carries it out
 COMMANDS = {
+    "bench": "zaya_hf.bench_cli",
     "chat": "zaya_hf.chat_cli",
     "doctor": "zaya_hf.doctor",
     "generate": "zaya_hf.generation_cli",
@@ -33,9 +34,12 @@ COMMANDS = {
     "report": "zaya_hf.report_cli",
 }
 # Commands that read nothing but files of this machine: libraries below them must not reach for the network either.
-OFFLINE = frozenset({"chat", "doctor", "generate", "quickstart", "report"})
+OFFLINE = frozenset({"bench", "chat", "doctor", "generate", "quickstart", "report"})
 # The five models of the quickstart; ours first.
 QUICKSTART_MODELS = ("zaya", "qwen3", "gemma3", "llama", "olmoe")
+# GPUs that kernels are compiled for, and dtypes of their tensors; keys of tables in the package.
+BENCH_TARGETS = ("gfx942", "gfx950", "sm_90")
+BENCH_DTYPES = ("bf16", "fp16", "fp32")
 INTERRUPTED = 130
 TERMINATED = 143  # 128 + SIGTERM, likewise
 BROKEN_PIPE = 141  # 128 + SIGPIPE, what a shell reports for a program that the signal ended
@@ -216,6 +220,33 @@ def _add_chat(commands: Any, parents: list[argparse.ArgumentParser]) -> None:
     chat.add_argument("--json", action="store_true", help="print one JSON object a line for each answer")
 
 
+def _add_bench(commands: Any, parents: list[argparse.ArgumentParser]) -> None:
+    bench = commands.add_parser("bench", parents=parents, help="what the kernels take of a GPU")
+    benches = bench.add_subparsers(dest="bench", metavar="WHAT", required=True)
+    kernels = benches.add_parser(
+        "kernels",
+        parents=parents,
+        help="compile every Triton kernel for AMD and NVIDIA GPUs that need not be there",
+        description="Compile every Triton kernel, at the sizes of ZAYA1-8B and with every configuration that may be "
+        "chosen for it, and print what it takes: registers, spills, shared memory, matrix instructions, waves; bytes "
+        "and operations by formula, and the time that the chip's measured ceilings allow. The exit code is 1 if a "
+        "kernel is over a limit. Needs no GPU.",
+    )
+    kernels.add_argument("--compile-only", action="store_true", help="do not run the kernels")
+    kernels.add_argument(
+        "--target", choices=BENCH_TARGETS, action="append", help="a GPU to compile for; repeatable; default: all"
+    )
+    kernels.add_argument(
+        "--operator", action="append", metavar="NAME", help="an operator of zaya_hf.ops; repeatable; default: all"
+    )
+    kernels.add_argument(
+        "--dtype", choices=BENCH_DTYPES, action="append", help="of the tensors; repeatable; default: bf16 and fp32"
+    )
+    kernels.add_argument("--json", metavar="FILE", help="write JSON; - prints it instead of the table")
+    kernels.add_argument("--html", type=Path, metavar="FILE", help="write a page with rooflines and the table")
+    kernels.add_argument("--jobs", type=_POSITIVE, metavar="N", help="processes; default: one per core, up to eight")
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands. Imports nothing but the standard library."""
     common = argparse.ArgumentParser(add_help=False)
@@ -233,6 +264,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"zaya_hf {version()}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+
+    _add_bench(commands, [common])
 
     doctor = commands.add_parser(
         "doctor", parents=[common], help="what is installed here, what will run, and what is missing"

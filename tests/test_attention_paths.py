@@ -328,6 +328,21 @@ def test_one_query_with_a_mask_of_every_head(heads) -> None:
     check(runs[1], runs[0])
 
 
+@torch.no_grad()
+def test_a_mask_for_one_query_is_made_to_be_added_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in every layer: on a GPU each time would be three kernels."""
+    model = redraw(ZayaForCausalLM(tiny_config(layer_types=["hybrid", "hybrid_sliding"] * 2, sliding_window=4)))
+    batch = batch_of([[3], [7]])
+    made, add = [], attention._added
+    monkeypatch.setattr(attention, "_added", lambda mask, dtype: made.append(mask.dtype) or add(mask, dtype))
+    cache = DynamicCache(config=model.config)
+    model(batch.ids, attention_mask=batch.mask, cache=cache)
+    assert not made
+    mask = torch.cat([batch.mask, torch.ones(2, 1, dtype=batch.mask.dtype)], dim=1)
+    model(random_ids(2, 1), attention_mask=mask, cache=cache)
+    assert made == [torch.bool] * 2
+
+
 # ------------------------------------------------------------------------------------- somebody else's implementation
 @torch.no_grad()
 def test_ones_own_function_under_the_name_sdpa_gets_masks(monkeypatch: pytest.MonkeyPatch, always) -> None:

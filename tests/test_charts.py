@@ -27,8 +27,10 @@ from zaya_hf.reporting.charts import (
     interval_chart,
     interval_chart_height,
     line_chart,
+    logarithmic_ticks,
     smooth,
 )
+from zaya_hf.reporting.roofline import Mark, Roof, roofline_chart
 from zaya_hf.reporting.svg import spread_labels, text_width
 
 SRC = Path(__file__).resolve().parent.parent / "src"
@@ -68,7 +70,17 @@ def bars(chart_id: str = "size") -> str:
     )
 
 
-CHARTS: list[Callable[[str], str]] = [lines, intervals, bars]
+def roofline(chart_id: str = "roof") -> str:
+    return roofline_chart(
+        chart_id,
+        [Roof("bf16", 708), Roof("fp32", 100)],
+        [Mark("ZAYA1", 5, 21, 0), Mark("ZAYA1", 500, 708, 0), Mark("Llama", 50, 100, 3, hollow=True)],
+        terabytes_per_second=4.2,
+        description="Roofline of two models",
+    )
+
+
+CHARTS: list[Callable[[str], str]] = [lines, intervals, bars, roofline]
 
 
 def parsed(svg: str) -> ElementTree.Element:
@@ -81,6 +93,16 @@ def texts(svg: str) -> dict[str, tuple[float, float]]:
         "".join(element.itertext()): (float(element.attrib["x"]), float(element.attrib["y"]))
         for element in parsed(svg).iter(f"{SVG}text")
     }
+
+
+def ticks_across(svg: str) -> dict[str, float]:
+    """Numbers below the x axis and where they are; a number at the y axis may be the same."""
+    found = [
+        ("".join(e.itertext()), float(e.attrib["x"]), float(e.attrib["y"])) for e in parsed(svg).iter(f"{SVG}text")
+    ]
+    numbers = [entry for entry in found if re.fullmatch(r"[\d.,]+", entry[0])]
+    lowest = max(y for *_, y in numbers)
+    return {text: x for text, x, y in numbers if y == lowest}
 
 
 def strokes(svg: str, variable: str) -> list[list[tuple[float, float]]]:
@@ -198,6 +220,115 @@ class TestLineChart:
     def test_refuses_what_cannot_be_drawn(self, drawn: list[Line], message: str) -> None:
         with pytest.raises(ValueError, match=message):
             line_chart("a", drawn, x_label="x", y_label="y", description="")
+
+
+class TestLogarithmicAxes:
+    def drawn(self, logarithmic: str) -> str:
+        line = Line("a", [1, 10, 1000], [0.01, 1, 100])
+        return line_chart("a", [line], x_label="x", y_label="y", description="", logarithmic=logarithmic)
+
+    @pytest.mark.parametrize(
+        ("logarithmic", "across", "up"),
+        [("x", 1 / 3, 0.99 / 99.99), ("y", 9 / 999, 0.5), ("xy", 1 / 3, 0.5), ("", 9 / 999, 0.99 / 99.99)],
+    )
+    def test_points_lie_where_the_axes_say(self, logarithmic: str, across: float, up: float) -> None:
+        (first, middle, last), *_ = [
+            stroke for stroke in strokes(self.drawn(logarithmic), "--series-1") if len(stroke) == 3
+        ]
+        assert (middle[0] - first[0]) / (last[0] - first[0]) == pytest.approx(across, abs=1e-3)
+        assert (middle[1] - first[1]) / (last[1] - first[1]) == pytest.approx(up, abs=1e-3)
+
+    def test_ticks_are_powers_of_ten_where_they_lie(self) -> None:
+        svg = self.drawn("xy")
+        found = ticks_across(svg)
+        (line,) = [stroke for stroke in strokes(svg, "--series-1") if len(stroke) == 3]
+        assert [found["1"], found["10"], found["1000"]] == pytest.approx([x for x, _ in line], abs=0.01)
+        assert found["100"] - found["10"] == pytest.approx(found["1000"] - found["100"], abs=0.01)
+
+    @pytest.mark.parametrize(("y", "value"), [([1.0, 0.0], "0.0"), ([-1.0, 1.0], "-1.0"), ([1.0, math.inf], "inf")])
+    def test_what_has_no_place_is_refused(self, y: list[float], value: str) -> None:
+        with pytest.raises(ValueError, match=f"chart 'a', line: {value} has no place"):
+            line_chart("a", [Line("line", [1, 2], y)], x_label="x", y_label="y", description="", logarithmic="y")
+        line_chart("a", [Line("line", [1, 2], [1, 2])], x_label="x", y_label="y", description="", logarithmic="y")
+
+    def test_a_band_has_to_be_positive_too(self) -> None:
+        line = Line("line", [1, 2], [1, 2], low=[0, 1], high=[2, 3])
+        with pytest.raises(ValueError, match="0 has no place"):
+            line_chart("a", [line], x_label="x", y_label="y", description="", logarithmic="y")
+
+    def test_one_step_has_its_tick(self) -> None:
+        line = Line("line", [7], [3])
+        assert "7" in texts(line_chart("a", [line], x_label="x", y_label="y", description="", logarithmic="xy"))
+
+    @pytest.mark.parametrize(
+        ("low", "high", "ticks"),
+        [
+            (1, 1000, [1, 3, 10, 30, 100, 300, 1000][::2]),
+            (1, 10, [1, 2, 5, 10]),
+            (2, 400, [3, 10, 30, 100, 300]),
+            (1e-3, 1e12, [1e-3, 1, 1e3, 1e6, 1e9, 1e12]),
+            (6, 9, [6, 9]),
+            (1, 1e8, [1, 1e2, 1e4, 1e6, 1e8]),
+        ],
+    )
+    def test_which_ticks(self, low: float, high: float, ticks: list[float]) -> None:
+        assert logarithmic_ticks(low, high) == pytest.approx(ticks)
+
+    @given(st.floats(1e-12, 1e12), st.floats(1.01, 1e20))
+    def test_there_are_some_ticks_and_not_too_many(self, low: float, factor: float) -> None:
+        found = logarithmic_ticks(low, low * factor)
+        assert 1 <= len(found) <= 7
+        assert found == sorted(found)
+        assert all(low * (1 - 1e-6) <= value <= low * factor * (1 + 1e-6) for value in found)
+
+    @pytest.mark.parametrize("ends", [(0, 1), (2, 1), (1, math.inf), (-1, 1)])
+    def test_ends_have_to_be_in_order(self, ends: tuple[float, float]) -> None:
+        with pytest.raises(ValueError, match="cannot go from"):
+            logarithmic_ticks(*ends)
+
+
+class TestRoofline:
+    def test_memory_meets_each_roof_at_its_ridge(self) -> None:
+        svg = roofline()
+        drawn = [stroke for stroke in strokes(svg, "--ink") if len(stroke) == 2]
+        (slope,) = [stroke for stroke in drawn if stroke[0][1] != stroke[1][1]]
+        fp32, bf16 = sorted((stroke for stroke in drawn if stroke is not slope), key=lambda stroke: stroke[0][0])
+        found = ticks_across(svg)
+        decade = found["100"] - found["10"]
+        assert (bf16[0][0] - found["100"]) / decade == pytest.approx(math.log10(708 / 4.2 / 100), abs=0.01)
+        assert (fp32[0][0] - found["10"]) / decade == pytest.approx(math.log10(100 / 4.2 / 10), abs=0.01)
+        assert slope[1] == pytest.approx(bf16[0], abs=0.01)
+        steep = (slope[0][1] - slope[1][1]) / (slope[1][0] - slope[0][0])
+        assert fp32[0][1] == pytest.approx(slope[1][1] + steep * (slope[1][0] - fp32[0][0]), abs=0.05)
+
+    def test_each_mark_is_there_and_each_label_once(self) -> None:
+        svg = roofline()
+        assert len(re.findall(r"<use [^>]*(?:fill|stroke): var\(--series-0\)", svg)) == 2 + 1
+        assert len(re.findall(r"<use [^>]*stroke: var\(--series-3\)", svg)) == 1  # hollow
+        assert {"ZAYA1", "Llama", "708 bf16", "100 fp32", "4.2 TB/s", "TFLOP/s"} <= set(texts(svg))
+
+    def test_without_marks_it_is_the_roofs(self) -> None:
+        svg = roofline_chart("a", [Roof("bf16", 2500)], [], terabytes_per_second=8, description="")
+        assert "2,500 bf16" in texts(svg)
+
+    def test_many_labels_take_several_rows(self) -> None:
+        marks = [Mark(f"linear_cross_entropy {number}", 1 + number, 1, number) for number in range(7)]
+        svg = roofline_chart("a", [Roof("bf16", 708)], marks, terabytes_per_second=4.2, description="")
+        rows = {texts(svg)[mark.label][1] for mark in marks}
+        assert len(rows) > 1
+        assert all(x + text_width(name) <= 440 for name, (x, _) in texts(svg).items() if name.startswith("linear"))
+
+    @pytest.mark.parametrize(
+        ("roofs", "marks", "message"),
+        [
+            ([], [], "no roof"),
+            ([Roof("bf16", 0)], [], "0 has no place"),
+            ([Roof("bf16", 1)], [Mark("k", 0, 1)], "chart 'a', k: 0 has no place"),
+        ],
+    )
+    def test_refuses_what_cannot_be_drawn(self, roofs: list[Roof], marks: list[Mark], message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            roofline_chart("a", roofs, marks, terabytes_per_second=1, description="")
 
 
 class TestIntervalChart:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,9 +14,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers.integrations import moe
 
 import naive_zaya
-from zaya_hf import ZayaForCausalLM, ops
+from zaya_hf import ZayaForCausalLM, experts_dispatch, ops
 from zaya_hf.modeling_zaya import ZayaSparseMoeBlock
-from zaya_hf.ops.experts import reference
+from zaya_hf.ops import selection
+from zaya_hf.ops.experts import op, reference
 from zaya_hf.testing import assert_equal_logits, random_ids, record_run, redraw, tiny_config
 
 IMPLEMENTATIONS = ("zaya", "eager", "batched_mm", "grouped_mm")
@@ -259,8 +263,8 @@ def spies(monkeypatch: pytest.MonkeyPatch) -> Callable[[], set[str]]:
 
 
 def what_runs(implementation: str) -> str:
-    """On a CPU ours is `ops.experts`, as "eager" is everywhere."""
-    return "eager" if implementation == "zaya" else implementation
+    """On a CPU ours is `ops.experts`, as "eager" is everywhere, and the kernels cannot run."""
+    return "eager" if implementation.startswith("zaya") else implementation
 
 
 def test_the_switch_changes_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,14 +276,14 @@ def test_the_switch_changes_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.no_grad():
         want = model(ids).logits
         ran()
-        for name in (*IMPLEMENTATIONS, *reversed(IMPLEMENTATIONS)):
+        for name in (*IMPLEMENTATIONS, "zaya_triton", *reversed(IMPLEMENTATIONS)):
             model.set_experts_implementation(name)
             assert model.config._experts_implementation == name
             torch.testing.assert_close(model(ids).logits, want, rtol=1e-5, atol=1e-5)
             assert ran() == {what_runs(name)}
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", [*IMPLEMENTATIONS, "zaya_triton"])
 def test_the_constructor_and_the_config_choose_too(implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ran = spies(monkeypatch)
     model = redraw(ZayaForCausalLM(tiny_config(experts_implementation=implementation)))
@@ -294,6 +298,98 @@ def test_an_unknown_implementation_is_an_error_that_names_it() -> None:
     with pytest.raises(ValueError, match="gruoped_mm"):
         model.set_experts_implementation("gruoped_mm")
     assert model.config._experts_implementation in IMPLEMENTATIONS
+
+
+@pytest.mark.filterwarnings("ignore:.*balancing_biases")
+def test_kernels_that_cannot_run_here_are_missed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selection, "_said", {})
+    model = redraw(ZayaForCausalLM(tiny_config()))
+    model.save_pretrained(tmp_path)
+    named = ZayaForCausalLM.from_pretrained(tmp_path, experts_implementation="zaya_triton")
+    assert named.config._experts_implementation == "zaya_triton"
+    ids = random_ids(2, 6)
+    with torch.no_grad():
+        for _ in range(2):
+            torch.testing.assert_close(named(ids).logits, model(ids).logits, rtol=1e-5, atol=1e-5)
+    assert len(selection.said("experts")) == 1
+
+
+def test_the_definition_is_run_instead_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever asks for the definitions gets them, also from a model that names the kernels."""
+    monkeypatch.setattr(selection, "_said", {})
+    ran: list[int] = []
+    run = reference.experts
+    monkeypatch.setattr(reference, "experts", lambda *a: ran.append(1) or run(*a))
+    model = redraw(ZayaForCausalLM(tiny_config(experts_implementation="zaya_triton", num_hidden_layers=1)))
+    with selection.use("auto", experts="reference"), torch.no_grad():
+        model(random_ids(1, 4))
+    assert ran == [1]
+    assert not selection.said("experts")
+
+
+BF16, FP32, CUDA = torch.bfloat16, torch.float32, torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    ("hip", "capability", "dtype", "tokens", "faster"),
+    [
+        (None, (9, 0), BF16, 16384, True),
+        (None, (10, 0), BF16, 16384, True),
+        (None, (9, 0), BF16, 64, False),  # weights are all that is read
+        (None, (9, 0), FP32, 16384, False),  # a loop over the experts
+        (None, (8, 0), BF16, 16384, False),
+        (None, (12, 0), BF16, 16384, False),
+        ("7.2", (9, 4), BF16, 16384, False),  # an MI300X
+    ],
+)
+def test_when_torchs_grouped_product_is_taken(
+    hip: str | None,
+    capability: tuple[int, int],
+    dtype: torch.dtype,
+    tokens: int,
+    faster: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And what reports say of it."""
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: capability)
+    monkeypatch.setattr(selection, "triton_declines", lambda device: None)
+    assert op.grouped_mm_is_faster(CUDA, dtype, 16, tokens) == faster
+    with torch.no_grad():
+        assert not op.grouped_mm_is_faster(CUDA, dtype, 16, None)
+    assert not op.grouped_mm_is_faster(torch.device("cpu"), dtype, 16, tokens)
+    module = SimpleNamespace(
+        config=SimpleNamespace(_experts_implementation="zaya"),
+        gate_up_proj=torch.empty(16, 2, 2, dtype=dtype, device="meta"),
+        num_experts=16,
+    )
+    x = SimpleNamespace(device=CUDA, shape=(tokens, 2))
+    facts = ops.Facts(CUDA, dtype, 2048, 262272, 8, 2, 128, (2, 2), 16, 2048, "silu", 256)
+    assert experts_dispatch._takes_kernels(module, x) != faster
+    name, why = op.backend(CUDA, facts)
+    assert name == "triton"
+    assert ("grouped_mm" in why) == (capability[0] in (9, 10) and dtype == BF16 and hip is None)
+    with selection.use("auto", experts="triton"):
+        assert experts_dispatch._takes_kernels(module, x)
+        assert "grouped_mm" not in op.backend(CUDA, facts)[1]
+    with selection.use("reference"):
+        assert not experts_dispatch._takes_kernels(module, x)
+        assert op.backend(CUDA, facts)[0] == "reference"
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [({"activation": "relu"}, "activation ReLU"), ({"dtype": torch.float64}, "float64"), ({"num_experts": 300}, "300")],
+    ids=str,
+)
+def test_reports_name_what_the_kernels_decline(
+    changes: dict[str, object], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(selection, "triton_declines", lambda device: None)
+    facts = ops.Facts(CUDA, BF16, 2048, 262272, 8, 2, 128, (2, 2), 16, 2048, "silu", 256)
+    name, reason = op.backend(CUDA, dataclasses.replace(facts, **changes))
+    assert name != "triton"
+    assert why in reason
 
 
 # ------------------------------------------------------------------------------------------------------- skip_expert

@@ -31,14 +31,14 @@ LAYERS: list[set[str]] = [
     },
     {"modeling_zaya"},
     {"training", "evaluation", "checkpoints", "inference"},
-    {"hub", "doctor", "generation_cli", "chat_cli"},
+    {"hub", "doctor", "generation_cli", "chat_cli", "bench_cli"},
     {"quickstart", "report_cli"},
     {"__main__"},
 ]
 MODEL_LAYER = 1
 # Third-party packages that only these parts may import.
 CONFINED = {
-    "triton": ("ops.*.triton",),
+    "triton": ("ops.*.triton", "ops.*.triton_backward"),
     "accelerate": ("training", "parallel"),
     "lm_eval": ("evaluation",),
     "matplotlib": ("reporting",),
@@ -124,6 +124,9 @@ def test_file_keeps_the_import_rules(path: Path) -> None:
         ("inference.conversation", "zaya_hf.chat_cli"),
         ("modeling_zaya", "zaya_hf.inference.sampling"),
         ("doctor", "zaya_cli"),
+        ("kernel_table", "triton"),
+        ("ops.compiling.assembly", "triton"),
+        ("kernel_table", "zaya_hf.bench_cli"),
         ("doctor", "zaya_hf.__main__"),
     ],
 )
@@ -135,6 +138,9 @@ def test_the_rules_refuse(module: str, imported: str) -> None:
     ("module", "imported"),
     [
         ("ops.router.triton", "triton.language"),
+        ("ops.router.triton_backward", "triton.language"),
+        ("ops.compiling.triton", "triton.compiler"),
+        ("bench_cli", "zaya_hf.reporting.kernels"),
         ("modeling_zaya", "zaya_hf.ops.router"),
         ("modeling_zaya", "zaya_hf.checkpoints.layouts"),
         ("loading", "zaya_hf.configuration_zaya"),
@@ -254,7 +260,16 @@ def test_opting_out_registers_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["--version"], ["generate", "--help"], ["chat", "--help"], ["chat"], ["no-such"]]
+    "arguments",
+    [
+        ["--help"],
+        ["--version"],
+        ["generate", "--help"],
+        ["bench", "kernels", "--help"],
+        ["chat", "--help"],
+        ["chat"],
+        ["no-such"],
+    ],
 )
 def test_the_parser_imports_nothing_heavy(arguments: list[str]) -> None:
     code = f"""

@@ -52,11 +52,12 @@ class Times:
         return min(self.samples)
 
 
-def alternate(works: dict[str, Work], seconds: float) -> dict[str, Times]:
+def alternate(works: dict[str, Work], seconds: float, take: Callable[[Work], float] | None = None) -> dict[str, Times]:
     """Run every side once unmeasured, then one after the other until each had about `seconds` and three samples; fewer
-    where a sample takes long."""
+    where a sample takes long. `take` runs a piece of work and says how long it took; None: `sample`."""
+    take = sample if take is None else take
     for work in works.values():
-        sample(work)
+        take(work)
     samples: dict[str, list[float]] = {name: [] for name in works}
     since_collected, spent = 0.0, 0.0
     count = 0
@@ -68,7 +69,7 @@ def alternate(works: dict[str, Work], seconds: float) -> dict[str, Times]:
             or (spent < seconds * len(works) and count < _MOST_SAMPLES)
         ):
             for name, work in works.items():
-                samples[name].append(sample(work))
+                samples[name].append(take(work))
                 spent += samples[name][-1]
                 since_collected += samples[name][-1]
             count += 1

@@ -165,7 +165,10 @@ def attend(
     if function is sdpa_attention_forward and all(kwargs.get(name) in (None, False) for name in _LIBRARYS_OWN):
         if isinstance(mask, Plan) and not is_tracing(query) and mask.takes(query, key, dropout):
             return mask.attend(query, key, value, dropout, module.scaling), None
-        if not isinstance(mask, Plan) and query.shape[2] == 1 and query.device.type == "cpu":
+        if not isinstance(mask, Plan) and query.shape[2] == 1 and query.device.type in ("cpu", "cuda"):
+            if mask is not None and mask.dtype == torch.bool:  # else every layer would do it again
+                mask = _added(mask, query.dtype)
+                visible.masks = {**(visible.masks or {}), module.layer_type: mask}
             return _one_query(query, key, value, mask, dropout, module.scaling), None
     if isinstance(mask, Plan):
         mask = mask.mask(query.device)
@@ -205,6 +208,11 @@ def eager_attention(
 
 def _named(implementation: str) -> Callable[..., Any]:
     return ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention)
+
+
+def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A bool mask as what is added to scores."""
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, float("-inf"))
 
 
 def _one_query(

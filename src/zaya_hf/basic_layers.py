@@ -34,9 +34,11 @@ class ZayaResidualScaling(nn.Module):
         self.residual_bias = nn.Parameter(torch.zeros(hidden_size))
 
     def forward(self, output: Tensor, residual: Tensor) -> Tensor:
-        return ops.residual_merge(
-            output, residual, self.hidden_states_scale, self.hidden_states_bias, self.residual_scale, self.residual_bias
-        )
+        return ops.residual_merge(output, residual, *self.vectors())
+
+    def vectors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """s, b, s', b', each ``[hidden_size]``."""
+        return self.hidden_states_scale, self.hidden_states_bias, self.residual_scale, self.residual_bias
 
 
 class ZayaLinear(nn.Linear):

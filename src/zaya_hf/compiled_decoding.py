@@ -22,7 +22,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.utils import output_capturing
 from transformers.utils.import_utils import is_tracing
 
-from . import attention, fusing, ops
+from . import attention, fusing, merged_norms, ops
 from .cache import layer_of
 from .cache_growth import with_room
 from .cache_layers import CCALayerMixin
@@ -235,10 +235,13 @@ def _traced(
     visible = Visibility(x.shape[0], 1, position_ids=position[None])
     visible.masks, visible.key_lengths = {"hybrid": seen}, {"hybrid": capacity}
     cache: Any = _StandingCache(position, keys, values, states)
-    hidden_states, router_state = model.into_stream(x), None
-    for layer in model.layers:
-        hidden_states, router_state, _, _ = layer(hidden_states, router_state, tables, visible, cache=cache)
-    return model.norm(hidden_states), [layer.states() for layer in cache.layers]
+    (hidden_states, normed, lent), router_state = model.into_stream(x), None
+    for layer, norm in zip(model.layers, lent, strict=True):
+        hidden_states, router_state, _, _, normed = merged_norms.call(
+            layer, normed, norm, hidden_states, router_state, tables, visible, cache=cache
+        )
+    last_hidden_state = model.norm(hidden_states) if normed is None else normed
+    return last_hidden_state, [layer.states() for layer in cache.layers]
 
 
 _numbers = itertools.count()

@@ -1,56 +1,67 @@
-"""What an attention layer's convolution and delayed value saw before a call, and what the next call has to know."""
+"""CCA's mixing step on rows of which a cache knows what they saw before, and has to know what they saw then."""
 
 from __future__ import annotations
 
-import torch
+from typing import Any
+
 from torch import Tensor
 from transformers.cache_utils import Cache
 
 from . import ops
 from .cache import layer_of
+from .static_layers import StaticLayerMixin
 from .visibility import Visibility
 
 
-def states_before(
-    cache: Cache | None, layer_idx: int, visible: Visibility, nothing: Tensor | None
-) -> ops.SegmentStates | None:
-    """What the rows saw before this call; a row whose cached document has ended starts from nothing.
-
-    Args:
-        nothing: ``[width]``, the delayed value before the first token; None: zeros.
-    """
-    kept = None if cache is None else layer_of(cache, layer_idx).states()
-    if kept is None:
-        return None
-    qk, value = kept
-    if visible.continues is not None:
-        qk = torch.where(visible.continues[:, None, None], qk, 0)
-        fresh = torch.zeros_like(value[0]) if nothing is None else nothing.to(value.dtype)
-        value = torch.where(visible.continues[:, None], value, fresh)
-    return ops.SegmentStates(qk, value, visible.entry_index, visible.entry_valid)
-
-
-def keep_states(
-    cache: Cache,
+def mix(
+    cache: Cache | None,
     layer_idx: int,
     visible: Visibility,
-    states: ops.SegmentStates | None,
     raw: Tensor,
+    value_current: Tensor,
     value_delayed: Tensor,
     *,
     look_back: int,
-    nothing: Tensor | None,
-) -> None:
-    """Put the states of the rows after this call into the cache.
+    value_of_nothing: Tensor | None,
+    **arguments: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values of one layer; see `ops.cca_mix`. The convolution states of the cache move on.
 
     Args:
-        states: what `states_before` gave.
-        raw, value_delayed: ``[B, S, channels]`` and ``[B, S, width]``, what was projected in this call.
+        cache: adopted, or None.
+        raw, value_current, value_delayed: the projections of this call.
         look_back: tokens that the convolutions look back.
+        value_of_nothing, arguments: of `ops.cca_mix`.
     """
+    projected, arguments = (raw, value_current, value_delayed), {"value_of_nothing": value_of_nothing, **arguments}
+    if cache is None:
+        return ops.cca_mix(*projected, reach=visible.reach, **arguments)
     layer = layer_of(cache, layer_idx)
-    before = layer.states() or ops.initial_states(raw, value_delayed, look_back, nothing)
-    qk, value = ops.next_states(
-        raw, value_delayed, before, reach=visible.reach, states=states, last=visible.last, has_real=visible.has_real
+    memory = layer.states_to_write() if isinstance(layer, StaticLayerMixin) else None
+    before = layer.states() if memory is None else memory
+    if before is None:
+        query, key, value = ops.cca_mix(*projected, reach=visible.reach, **arguments)
+        before = ops.initial_states(raw, value_delayed, look_back, value_of_nothing)
+        qk, delayed = ops.next_states(
+            raw, value_delayed, before, reach=visible.reach, last=visible.last, has_real=visible.has_real
+        )
+    else:
+        query, key, value, qk, delayed = ops.cca_step(
+            *projected, *before, rows=_rows(visible), in_place=memory is not None, **arguments
+        )
+    if memory is None or qk is not memory[0]:
+        layer.store(qk, delayed, before, (raw, value_delayed))
+    return query, key, value
+
+
+def _rows(visible: Visibility) -> ops.StepRows | None:
+    if visible.reach is None:
+        return None
+    return ops.StepRows(
+        visible.reach,
+        visible.continues,
+        visible.entry_index,
+        visible.entry_valid,
+        visible.last,
+        visible.has_real,
     )
-    layer.store(qk, value, before, (raw, value_delayed))

@@ -48,7 +48,7 @@ _PACKAGES = (
 _EXTRAS = {
     "train": "accelerate: quickstart, and training scripts of your own",
     "eval": "lm-eval and plots: quickstart and report",
-    "kernels": "Triton; no operator uses it yet",
+    "kernels": "Triton: the operators' kernels on GPUs",
 }
 # States of `supported_versions.Installed` that meet a requirement; nothing can be said against a version that is none.
 _MET = ("supported", "newer than tested", "unreadable")
@@ -81,7 +81,9 @@ def collect() -> dict[str, Any]:
         "cpu_threads": torch.get_num_threads(),
         "devices": _devices(),
         "core": {"missing": core_missing, "checks": checks},
-        "operators": {name: {"backend": backend, "why": why} for name, (backend, why) in ops.backends().items()},
+        "operators": {
+            name: {"backend": backend, "why": why} for name, (backend, why) in ops.backends(_device_kinds()[-1]).items()
+        },
         "operators_requested": os.environ.get("ZAYA_OPS"),
         "attention_available": ["eager", "sdpa", *(name for name, here in _ATTENTION_PROBES.items() if here())],
         "auto_classes": _auto_classes(),

@@ -13,18 +13,23 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.utils import output_capturing
 
 from . import ops
 
 _checked_outside = False
 
 
-def is_only_its_weights(module: nn.Module) -> bool:
-    """Whether a call does nothing beside the forward of its class: no hook that loads, gathers or watches."""
+def is_only_its_weights(module: nn.Module, though_recorded: bool = False) -> bool:
+    """Whether a call does nothing beside the forward of its class: no hook that loads, gathers or watches.
+
+    Args:
+        though_recorded: let the hooks pass that record outputs for transformers (``output_hidden_states``).
+    """
     everywhere = nn.modules.module
     return not (
         "forward" in vars(module)  # where accelerate puts its own
-        or module._forward_hooks
+        or (module._forward_hooks and not (though_recorded and _only_record(module._forward_hooks)))
         or module._forward_pre_hooks
         or module._backward_hooks
         or module._backward_pre_hooks
@@ -33,6 +38,10 @@ def is_only_its_weights(module: nn.Module) -> bool:
         or everywhere._global_backward_hooks
         or everywhere._global_backward_pre_hooks
     )
+
+
+def _only_record(hooks: dict[int, Any]) -> bool:
+    return all(getattr(hook, "__module__", None) == output_capturing.__name__ for hook in hooks.values())
 
 
 def is_adapted(module: nn.Module) -> bool:

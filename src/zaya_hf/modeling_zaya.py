@@ -22,18 +22,18 @@ from transformers.utils import can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from . import attention, ops, prepared_masks, visibility
+from . import attention, convolution_states, merged_norms, ops, prepared_masks, visibility
 from .arguments import check_embeds, check_ids, check_names, one_cu_seq_lens, slots_per_layer, without_boundary_targets
 from .basic_layers import ZayaCCAConv, ZayaLinear, ZayaResidualScaling, ZayaRMSNorm
 from .cache import adopt, check_call, one_cache
 from .compiled_decoding import ZayaCompilingMixin
 from .configuration_zaya import ZayaConfig
-from .convolution_states import keep_states, states_before
-from .experts_dispatch import OURS, run_experts
-from .fusing import FusedLinears, ZayaFusingMixin
+from .experts_dispatch import OURS, TRITON, register_kernels, run_experts
+from .fusing import FusedLinears, ZayaFusingMixin, is_only_its_weights
 from .generation import ZayaGenerationMixin
 from .loading import ZayaLoadingMixin
 from .losses import causal_lm_loss, logits_and_loss, skips_logits
+from .ops_report import ZayaOpsMixin
 from .outputs import ZayaCausalLMOutput, ZayaModelOutput
 from .rotary import RotaryTables
 from .tied_embedding import can_share, look_up
@@ -141,13 +141,12 @@ class ZayaAttention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         projection = self.qkv_proj
         depthwise_weight, depthwise_bias, grouped_weight, grouped_bias = projection.convolutions(x)
-        raw, value_current, value_delayed = projection(x)
-        nothing = projection.value_of_nothing(x)
-        states = states_before(cache, self.layer_idx, visible, nothing)
-        query, key, value = ops.cca_mix(
-            raw,
-            value_current,
-            value_delayed,
+        query, key, value = convolution_states.mix(
+            cache,
+            self.layer_idx,
+            visible,
+            *projection(x),
+            look_back=self.look_back,
             depthwise_weight=depthwise_weight,
             depthwise_bias=depthwise_bias,
             grouped_weight=grouped_weight,
@@ -157,16 +156,10 @@ class ZayaAttention(nn.Module):
             sin=position_embeddings[1],
             head_dim=self.head_dim,
             clamp_temperature=self.config.clamp_temp,
-            value_of_nothing=nothing,
-            reach=visible.reach,
-            states=states,
+            value_of_nothing=projection.value_of_nothing(x),
         )
         if cache is not None:
-            keep_states(
-                cache, self.layer_idx, visible, states, raw, value_delayed, look_back=self.look_back, nothing=nothing
-            )
             key, value = cache.update(key, value, self.layer_idx, visible)
-
         output, weights = attention.attend(self, query, key, value, visible, **kwargs)
         return self.o_proj(output.flatten(2)), weights
 
@@ -212,13 +205,34 @@ class ZayaRouter(nn.Module):
         Returns:
             logits ``[B S, E + 1]``, slots ``[B S]``, weights ``[B S]``, and the state for the next layer.
         """
+        tokens = x.flatten(0, 1), None if state is None else state.flatten(0, 1)
+        biases, replayed = self.balancing_biases, None if replayed is None else replayed.flatten()
+        if ops.selection.wants_triton("router", x.device):
+            plain = self.plain_weights()
+            if plain is not None and ops.route_takes(*tokens, plain, biases, replayed):
+                logits, slots, weights, router_state, _ = ops.route(*tokens, plain, biases, replayed)
+                return logits, slots, weights, router_state.unflatten(0, x.shape[:-1])
         router_state = self.down_proj(x)
         if state is not None:
             router_state = router_state + self.router_states_scale * state
         logits = self.router_mlp(router_state).flatten(0, 1)
-        replayed = None if replayed is None else replayed.flatten()
-        slots, weights = ops.select_slots(logits, self.balancing_biases, replayed)
+        slots, weights = ops.select_slots(logits, biases, replayed)
         return logits, slots, weights, router_state
+
+    def plain_weights(self) -> ops.RouterWeights | None:
+        """What kernels read instead of calling the layers. None, with a message, where a call of one of them does more:
+        wrapped, hooked, quantised or packed layers."""
+        mlp, scale = self.router_mlp, getattr(self, "router_states_scale", None)
+        if type(mlp) is ZayaRouterMLP and type(mlp.norm) is ZayaRMSNorm and type(mlp.act_fn) is nn.GELU:
+            linears = self.down_proj, mlp.fc1, mlp.fc2, mlp.out_proj
+            plain = all(type(layer) is ZayaLinear and layer.packed_weight is None for layer in linears)
+            plain = plain and mlp.act_fn.approximate == "none"
+            if plain and all(is_only_its_weights(module) for module in (*linears, mlp, mlp.norm, mlp.act_fn)):
+                down, fc1, fc2 = ((layer.weight, layer.bias) for layer in linears[:3])
+                norm = mlp.norm
+                return ops.RouterWeights(*down, scale, norm.weight, *fc1, *fc2, mlp.out_proj.weight, norm.eps)
+        ops.selection.say_once("router", "a layer of it is wrapped, hooked, quantised or packed")
+        return None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ZayaRouter:
         """Move the balancing biases as asked, but keep their dtype: in bf16 close biases merge and updates vanish."""
@@ -315,21 +329,29 @@ class ZayaDecoderLayer(GradientCheckpointingLayer):
         visible: Visibility,
         cache: Cache | None = None,
         replayed: Tensor | None = None,
+        normed: Tensor | None = None,
+        lent_norm: ZayaRMSNorm | None = None,
         **kwargs: Any,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Stream ``[B, S, hidden_size]``, router state, router logits and slots."""
-        output, _ = self.self_attn(self.input_layernorm(hidden_states), position_embeddings, visible, cache, **kwargs)
-        hidden_states = self._to_stream(self.post_attention_residual_scale(output, hidden_states), output)
-        x = self.post_attention_layernorm(hidden_states)
+    ) -> tuple[Tensor, ...]:
+        """Stream ``[B, S, hidden_size]``, router state, router logits and slots. See `merged_norms` for `normed`, what
+        `input_layernorm` would give, and `lent_norm`, whose result is then returned too."""
+        x = self.input_layernorm(hidden_states) if normed is None else normed
+        output, _ = self.self_attn(x, position_embeddings, visible, cache, **kwargs)
+        merge, norm = self.post_attention_residual_scale, self.post_attention_layernorm
+        hidden_states, x = self._into_stream(merge, norm, output, hidden_states)
         output, router_state, logits, slots = self.mlp(x, router_state, replayed)
-        hidden_states = self._to_stream(self.post_mlp_residual_scale(output, hidden_states), output)
-        return hidden_states, router_state, logits, slots
+        hidden_states, x = self._into_stream(self.post_mlp_residual_scale, lent_norm, output, hidden_states)
+        results = hidden_states, router_state, logits, slots
+        return results if lent_norm is None else (*results, x)
 
-    def _to_stream(self, merged: Tensor, output: Tensor) -> Tensor:
-        return merged if self.residual_in_fp32 else merged.to(output.dtype)
+    def _into_stream(self, merge: nn.Module, norm: nn.Module | None, output: Tensor, stream: Tensor) -> Any:
+        """The stream after a sublayer, and that normed."""
+        return merged_norms.merge_and_norm(merge, norm, output, stream, None if self.residual_in_fp32 else output.dtype)
 
 
-class ZayaPreTrainedModel(ZayaLoadingMixin, ZayaFusingMixin, ZayaCompilingMixin, PreTrainedModel):  # type: ignore[misc]
+class ZayaPreTrainedModel(  # type: ignore[misc]
+    ZayaLoadingMixin, ZayaFusingMixin, ZayaCompilingMixin, ZayaOpsMixin, PreTrainedModel
+):
     """What every ZAYA model class shares: initialisation, loading, and what transformers asks about it."""
 
     config_class = ZayaConfig
@@ -360,6 +382,8 @@ class ZayaPreTrainedModel(ZayaLoadingMixin, ZayaFusingMixin, ZayaCompilingMixin,
 
     def get_correct_experts_implementation(self, requested_experts: str | None) -> str:
         """Adds ours to the names that transformers knows, and makes it the default."""
+        if requested_experts == TRITON:
+            register_kernels()
         return (
             OURS if requested_experts in (None, OURS) else super().get_correct_experts_implementation(requested_experts)
         )
@@ -499,28 +523,34 @@ class ZayaModel(ZayaPreTrainedModel):
                 return ZayaModelOutput(last_hidden_state=last_hidden_state, cache=cache if use_cache else None)
         tables = self.rotary(visible.position_ids, inputs_embeds.dtype)
 
-        hidden_states, router_state = self.into_stream(inputs_embeds), None
+        (hidden_states, normed, lent), router_state = self.into_stream(inputs_embeds), None
         router_logits, router_slots = [], []
         if history is not None:  # only here: a call that fails above leaves the cache as it was
             history.extend(visible)
-        for layer, layer_type, told in zip(self.layers, self.layer_types, replayed, strict=True):
-            hidden_states, router_state, logits, slots = layer(
-                hidden_states, router_state, tables[layer_type], visible, cache=cache, replayed=told, **kwargs
+        for layer, layer_type, told, norm in zip(self.layers, self.layer_types, replayed, lent, strict=True):
+            given = hidden_states, router_state, tables[layer_type], visible
+            hidden_states, router_state, logits, slots, normed = merged_norms.call(
+                layer, normed, norm, *given, cache=cache, replayed=told, **kwargs
             )
             if record:
                 router_logits.append(logits)
                 router_slots.append(slots)
         output = ZayaModelOutput(
-            last_hidden_state=self.norm(hidden_states), cache=cache if use_cache else None, segments=visible.segment
+            last_hidden_state=self.norm(hidden_states) if normed is None else normed,
+            cache=cache if use_cache else None,
+            segments=visible.segment,
         )
         if record:
             output.record(router_logits, router_slots, visible.real)
         return output
 
-    def into_stream(self, inputs_embeds: Tensor) -> Tensor:
-        """Embeddings ``[B, S, hidden_size]``, scaled, as the residual stream."""
-        merged = ops.residual_merge(inputs_embeds, None, self.input_hidden_states_scale, self.input_hidden_states_bias)
-        return merged if self.config.residual_in_fp32 else merged.to(inputs_embeds.dtype)
+    def into_stream(self, inputs_embeds: Tensor) -> tuple[Tensor, Tensor | None, list[ZayaRMSNorm | None]]:
+        """Embeddings ``[B, S, hidden_size]``, scaled, as the residual stream; that normed, if the first layer lends its
+        norm; the norm that each layer is lent."""
+        scale, bias = self.input_hidden_states_scale, self.input_hidden_states_bias
+        stream_dtype = None if self.config.residual_in_fp32 else inputs_embeds.dtype
+        norm, *lent = merged_norms.lent(self, ZayaDecoderLayer, inputs_embeds)
+        return *merged_norms.embed_and_norm(inputs_embeds, scale, bias, norm, stream_dtype), lent
 
 
 class ZayaLMHead(ZayaLinear):
@@ -593,6 +623,7 @@ class ZayaForCausalLM(ZayaPreTrainedModel, ZayaGenerationMixin, GenerationMixin)
                 labels, unless `logits_to_keep` or another `loss_function` is set; so False: training, and the logits.
             shift_labels: ``[B, S]`` labels that are shifted already; used as they are.
             num_items_in_batch: targets to divide the loss by; those of this call if it is not given.
+            z_loss, logit_softcap: as in `causal_lm_loss`.
 
         Returns:
             a `ZayaCausalLMOutput`.

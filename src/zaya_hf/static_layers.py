@@ -60,6 +60,16 @@ class StaticLayerMixin(CCALayerMixin):
             return states
         return states[0].clone(), states[1].clone()  # a graph may save them, and `store` writes over what is kept
 
+    def states_to_write(self) -> tuple[Tensor, Tensor] | None:
+        """The memory of the states, for an operator that writes the next ones over them. None where there are none, and
+        where those before are wanted longer: by a graph, or by what is recorded."""
+        if torch.is_grad_enabled() or self.record_past or self.recorded is not None:
+            return None
+        if self.has_previous_state[QK]:
+            for index in (QK, VALUE):
+                self.conv_states[index] = writable(self.conv_states[index])
+        return super().states()
+
     def store(self, qk: Tensor, value: Tensor, before: tuple[Tensor, Tensor], tokens: tuple[Tensor, Tensor]) -> None:
         """As in a growing cache, but what is recorded holds no graph, as nothing here does."""
         super().store(qk, value, (before[0].detach(), before[1].detach()), (tokens[0].detach(), tokens[1].detach()))

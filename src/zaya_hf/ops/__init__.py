@@ -8,6 +8,8 @@ import torch
 from . import selection
 from .cca_mix import SegmentStates, cca_mix, initial_states, next_states
 from .cca_mix import op as _cca_mix
+from .cca_step import StepRows, cca_step
+from .cca_step import op as _cca_step
 from .common.facts import Facts
 from .experts import PackedExperts, can_compile_experts, compiled_experts, experts
 from .experts import op as _experts
@@ -16,17 +18,20 @@ from .linear import op as _linear
 from .linear_cross_entropy import linear_cross_entropy
 from .linear_cross_entropy import op as _linear_cross_entropy
 from .residual_norm import op as _residual_norm
-from .residual_norm import residual_merge, rms_norm
-from .router import count_slots, initial_balancing_biases, select_slots
+from .residual_norm import residual_merge, residual_merge_norm, rms_norm
+from .router import RouterWeights, Routing, count_slots, initial_balancing_biases, route, route_takes, select_slots
+from .router import op as _router
 
 #: operators by name; the keys of `backends()`
 OPERATORS = selection.OPERATORS
 _BACKENDS = {
     "cca_mix": _cca_mix.backend,
+    "cca_step": _cca_step.backend,
     "experts": _experts.backend,
     "linear": _linear.backend,
     "linear_cross_entropy": _linear_cross_entropy.backend,
     "residual_norm": _residual_norm.backend,
+    "router": _router.backend,
 }
 
 
@@ -37,9 +42,7 @@ def backends(device: torch.device | str = "cpu", facts: Facts | None = None) -> 
         facts: the sizes of a model, which the kernels may decline; None: sizes that they take.
     """
     device = torch.device(device)
-    chosen = {name: backend(device, facts) for name, backend in _BACKENDS.items()}
-    chosen["router"] = ("reference", "the only backend in this version")
-    return dict(sorted(chosen.items()))
+    return {name: backend(device, facts) for name, backend in sorted(_BACKENDS.items())}
 
 
 __all__ = [
@@ -47,12 +50,16 @@ __all__ = [
     "Facts",
     "PackedExperts",
     "PackedWeight",
+    "RouterWeights",
+    "Routing",
     "SegmentStates",
+    "StepRows",
     "Transient",
     "backends",
     "can_compile_experts",
     "can_pack",
     "cca_mix",
+    "cca_step",
     "compiled_experts",
     "count_slots",
     "experts",
@@ -62,7 +69,10 @@ __all__ = [
     "linear_cross_entropy",
     "next_states",
     "residual_merge",
+    "residual_merge_norm",
     "rms_norm",
+    "route",
+    "route_takes",
     "select_slots",
     "wide_linear",
 ]

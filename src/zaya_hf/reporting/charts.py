@@ -11,9 +11,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullFormatter
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullFormatter, NullLocator
 
 from zaya_hf.reporting.formats import tick
 from zaya_hf.reporting.svg import (
@@ -36,8 +37,8 @@ _LABEL_GAP = 14.0  # between the middles of two labels
 _X_AXIS = 40.0  # room for the tick labels and the name of an x axis
 _REFERENCE_LABEL = 28.0  # room for the label above a reference line
 # Colour never stands alone: each slot has its own marker and dash pattern.
-_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-_MARKER_SIZES = (1.0, 0.9, 1.15, 0.85, 1.15, 1.1, 1.1)  # that look equally large
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+MARKER_SIZES = (1.0, 0.9, 1.15, 0.85, 1.15, 1.1, 1.1)  # that look equally large
 _DASHES: tuple[tuple[float, ...], ...] = (
     (),
     (5, 1.5),
@@ -110,6 +111,7 @@ def line_chart(
     y_label: str,
     description: str,
     y_limits: tuple[float, float] | None = None,
+    logarithmic: str = "",
     size: tuple[float, float] = (_WIDTH, 290),
 ) -> str:
     """Lines over a common x axis, each with its name at its right end.
@@ -119,19 +121,25 @@ def line_chart(
         x_label, y_label: what the axes show, with the unit.
         description: what a screen reader says in place of the chart.
         y_limits: what of the y axis is shown; by default all of every line.
+        logarithmic: axes of decades: "x", "y" or "xy".
 
     Raises:
-        ValueError: no line, a line without points or with x and y of unequal lengths, an id with other characters.
+        ValueError: no line, a line without points or with x and y of unequal lengths, a value that a logarithmic axis
+            does not have, an id with other characters.
     """
     if not lines:
         raise ValueError(f"chart {chart_id!r} has no line to draw")
     for line in lines:
         if not line.x or len(line.x) != len(line.y):
             raise ValueError(f"chart {chart_id!r}, {line.label}: {len(line.x)} x values for {len(line.y)} y values")
+        shown = {"x": [line.x], "y": [line.y, line.low or (), line.high or (), y_limits or ()]}
+        for name in logarithmic:
+            require_positive(chart_id, line.label, [value for values in shown[name] for value in values])
     names = [shorten(line.label, _LABEL_WIDTH) for line in lines]
     right = max(text_width(name, bold=True) for name in names) + 20
     with drawing(chart_id, size, (34, 28, right, _X_AXIS)) as chart:
         axes = chart.axes
+        set_logarithmic(axes, logarithmic)
         for line in lines:
             emphasised, colour = line.slot == 0, series_colour(line.slot)
             if line.low is not None and line.high is not None:
@@ -141,19 +149,25 @@ def line_chart(
             if _DASHES[line.slot % SLOTS]:
                 drawn.set_dashes(_DASHES[line.slot % SLOTS])
             if len(line.x) == 1:
-                drawn.set(marker=_MARKERS[line.slot % SLOTS], markersize=6)
+                drawn.set(marker=MARKERS[line.slot % SLOTS], markersize=6)
         if y_limits is not None:
             axes.set_ylim(y_limits)
         first, last = min(min(line.x) for line in lines), max(max(line.x) for line in lines)
         if first == last:
-            axes.set_xlim(first - 1, first + 1)
+            axes.set_xlim((first / 2, first * 2) if "x" in logarithmic else (first - 1, first + 1))
             axes.xaxis.set_major_locator(FixedLocator([first]))
         else:
             axes.set_xlim(first, last)
-            axes.xaxis.set_major_locator(MaxNLocator(5, steps=_STEPS, integer=True))
-        axes.yaxis.set_major_locator(MaxNLocator(6, steps=_STEPS))
+            if "x" in logarithmic:
+                axes.xaxis.set_major_locator(FixedLocator(logarithmic_ticks(first, last)))
+            else:
+                axes.xaxis.set_major_locator(MaxNLocator(5, steps=_STEPS, integer=True))
+        if "y" in logarithmic:
+            axes.yaxis.set_major_locator(FixedLocator(logarithmic_ticks(*axes.get_ylim())))
+        else:
+            axes.yaxis.set_major_locator(MaxNLocator(6, steps=_STEPS))
         for axis in (axes.xaxis, axes.yaxis):
-            _format_ticks(axis)
+            format_ticks(axis)
         axes.grid(True, axis="y", color=GRID, linewidth=1)
         axes.set_xlabel(x_label, color=MUTED, fontsize=11, labelpad=6)
         chart.write(-chart.left, chart.plot_height + 18, y_label, MUTED)
@@ -199,9 +213,9 @@ def interval_chart(
                 y = index + (place - (len(row.points) - 1) / 2) * step / band
                 if point.low is not None and point.high is not None:
                     axes.plot([point.low, point.high], [y, y], color=colour, linewidth=2 if most == 1 else 1.3)
-                (marker,) = axes.plot(point.value, y, marker=_MARKERS[row.slot % SLOTS], color=colour, zorder=4)
+                (marker,) = axes.plot(point.value, y, marker=MARKERS[row.slot % SLOTS], color=colour, zorder=4)
                 size = (8.0 if row.slot == 0 else 7.5) if most == 1 else max(3.0, min(5.5, step - 1))
-                marker.set(markersize=size * _MARKER_SIZES[row.slot % SLOTS], clip_on=False)  # whole at the axis' ends
+                marker.set(markersize=size * MARKER_SIZES[row.slot % SLOTS], clip_on=False)  # whole at the axis' ends
                 marker.set(markeredgecolor=SURFACE if most == 1 else colour, markeredgewidth=1 if most == 1 else 0)
             if len(row.points) > 1:
                 mean = math.fsum(point.value for point in row.points) / len(row.points)
@@ -250,6 +264,43 @@ def bar_chart(chart_id: str, bars: Sequence[Bar], *, x_label: str, description: 
         return chart.finish(description)
 
 
+def logarithmic_ticks(low: float, high: float, most: int = 6) -> list[float]:
+    """Round numbers from `low` to `high` for an axis of decades, `most` at most: every third, second or single power of
+    ten, or also 3, or 2 and 5 times one, whichever are most. If none lies there, both ends.
+
+    Raises:
+        ValueError: the ends are not positive and in order.
+    """
+    if not 0 < low < high < math.inf:
+        raise ValueError(f"a logarithmic axis cannot go from {low} to {high}")
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    found: list[float] = []
+    for step, factors in ((3, (1,)), (2, (1,)), (1, (1,)), (1, (1, 3)), (1, (1, 2, 5))):
+        powers = [power for power in range(first, last + 1) if power % step == 0]
+        ticks = [factor * 10.0**power for power in powers for factor in factors]
+        ticks = [value for value in ticks if low * (1 - 1e-9) <= value <= high * (1 + 1e-9)]
+        found = ticks if len(ticks) <= most else found
+    return found or [low, high]
+
+
+def set_logarithmic(axes: Axes, logarithmic: str) -> None:
+    """Make the axes of which `logarithmic` names one ("x", "y", "xy") ones of decades."""
+    for name in logarithmic:
+        axes.set(**{f"{name}scale": "log"})
+        getattr(axes, f"{name}axis").set_minor_locator(NullLocator())
+
+
+def require_positive(chart_id: str, label: str, values: Sequence[float]) -> None:
+    """Refuse values that a logarithmic axis does not have.
+
+    Raises:
+        ValueError: one is not above 0, or not finite.
+    """
+    for value in values:
+        if not 0 < value < math.inf:
+            raise ValueError(f"chart {chart_id!r}, {label}: {value} has no place on a logarithmic axis")
+
+
 def smooth(values: Sequence[float], window: int) -> list[float]:
     """Mean over the `window` values around each one, fewer at the ends. As long as `values`.
 
@@ -272,7 +323,7 @@ def _horizontal_rows(chart: Drawing, rows: Sequence[Row] | Sequence[Bar], x_labe
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_yticks([])
     axes.xaxis.set_major_locator(MaxNLocator(ticks, steps=_STEPS))
-    _format_ticks(axes.xaxis)
+    format_ticks(axes.xaxis)
     axes.grid(True, axis="x", color=GRID, linewidth=1)
     axes.set_xlabel(x_label, color=MUTED, fontsize=11, labelpad=6)
     for index in range(len(rows)):
@@ -280,7 +331,8 @@ def _horizontal_rows(chart: Drawing, rows: Sequence[Row] | Sequence[Bar], x_labe
         chart.write(-chart.left, _middle(chart, index, len(rows)), name, bold=rows[index].slot == 0)
 
 
-def _format_ticks(axis: Axis) -> None:
+def format_ticks(axis: Axis) -> None:
+    """Numbers of an axis as short as they can be."""
     axis.set_major_formatter(FuncFormatter(lambda value, _: tick(value)))
     axis.set_minor_formatter(NullFormatter())
 

@@ -1,7 +1,7 @@
 """The experts' kernels as operators of torch: one for inference, two for training.
 
 Of the forward pass are kept the inputs, the sorting and what the activation was given, ``[N, 2 I]``: without it the
-first product, a third of the forward pass, would be made once more. Hidden values are made from it again.
+first product, two thirds of the forward pass, would be made once more. Hidden values are made from it again.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""Parts of `ops.py`: cases, checks, times."""

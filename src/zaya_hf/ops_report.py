@@ -1,0 +1,45 @@
+"""`model.ops_report()`: which implementation of each operator runs for a model, and why."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from . import ops
+
+
+def facts_of(model: Any) -> ops.Facts:
+    """What of a model decides which kernels take it: its sizes, and where its first layer is."""
+    config, weight = model.config, next(model.parameters())
+    return ops.Facts(
+        device=weight.device,
+        dtype=weight.dtype,
+        hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+        heads=config.num_attention_heads,
+        groups=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        widths=(config.cca_time0, config.cca_time1),
+        num_experts=config.num_experts,
+        intermediate=config.moe_intermediate_size,
+        activation=config.hidden_act,
+        router_width=config.router_hidden_size,
+    )
+
+
+class ZayaOpsMixin:
+    """`ops_report` of every ZAYA model class."""
+
+    def ops_report(self) -> dict[str, tuple[str, str]]:
+        """For each operator, the implementation that runs for this model's device, dtype and sizes, and why; with the
+        calls in this process, of any model, that had to do without the kernels meant for them.
+
+        Returns:
+            ``{"cca_mix": ("triton", "on a GPU"), ...}``. A call may still need another one: inside an exported program,
+            say, or for a tensor subclass. ``ZAYA_OPS`` and `ops.selection.use` change the choice.
+        """
+        facts = facts_of(self)
+        report = {}
+        for name, (backend, why) in ops.backends(facts.device, facts).items():
+            without = ops.selection.said(name)
+            report[name] = (backend, f"{why}; not for calls where {'; '.join(without)}" if without else why)
+        return report
