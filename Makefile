@@ -60,7 +60,7 @@ test: $(STAMP)  ## the tests that need neither GPU nor network (PYTEST_ARGS adds
 	@echo "tests of Triton kernels, interpreted:"
 	$(PYTEST) -m interpreter $(KERNELS) $(PYTEST_ARGS) $(MAY_BE_EMPTY)
 	@echo "tests of Triton kernels, compiled:"
-	$(PYTEST) -m compile_only $(KERNELS) $(PYTEST_ARGS) $(MAY_BE_EMPTY)
+	$(PYTEST) --dist load -m compile_only $(KERNELS) $(PYTEST_ARGS) $(MAY_BE_EMPTY)
 
 test-gpu: $(STAMP)  ## the kernels' tests on a GPU, at the sizes of a real model
 	$(TEST_ENV) $(VENV)/bin/python -m pytest -q -m gpu $(KERNELS) $(PYTEST_ARGS)

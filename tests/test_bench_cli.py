@@ -157,6 +157,11 @@ def test_a_folder_is_refused_before_anything_is_compiled(
 ) -> None:
     assert "it is a folder" in error_line(capsys, *COMMAND, option, tmp_path)
     assert not compiled
+    (tmp_path / "file").write_text("")
+    assert f"nothing can be written to {tmp_path / 'file'}" in error_line(
+        capsys, *COMMAND, option, tmp_path / "file" / "deeper" / "out"
+    )
+    assert not compiled
 
 
 def test_timing_needs_a_gpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

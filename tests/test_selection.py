@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -91,5 +94,50 @@ def test_it_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
         selection.say_once("router", "of a test")
         selection.say_once("experts", "of a test")
     assert said == [f"zaya_hf.ops.{name}: not Triton's kernels, since of a test." for name in ("router", "experts")]
-    assert selection.said("router") == ["of a test"]
+    assert selection.said("router") == selection.said("experts") == ["of a test"]
+    monkeypatch.setattr(selection, "_of_any_operator", {"of the machine"})
+    for name in ("router", "experts"):
+        selection.say_once(name, "of the machine")
+        assert "of the machine" in selection.said(name)
+    assert said[2:] == ["zaya_hf.ops: not Triton's kernels, since of the machine."]
+    selection.say_once("router", "of the machine")
+    assert len(said) == 3
     assert selection.said("linear") == []
+
+
+class TestTritonThatCannotRun:
+    """Without a GPU, asked for interpreted kernels: declined with the reason, and nothing raises."""
+
+    @pytest.fixture(autouse=True)
+    def _asked(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+        pytest.importorskip("triton")
+        importlib.import_module("zaya_hf.ops.common.triton")  # as long as nothing is to be interpreted
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+        selection._look_at_device.cache_clear()
+        yield
+        selection._look_at_device.cache_clear()
+
+    def decided(self) -> tuple[str, str]:
+        with selection.use("triton"):
+            return selection.outcome("cca_mix", CPU, OTHERWISE)
+
+    def test_asked_for_too_late(self) -> None:
+        backend, why = self.decided()
+        assert (backend, "was set after Triton had been imported" in why) == ("fused", True), why
+
+    def test_too_old(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        kernels = importlib.import_module("zaya_hf.ops.common.triton")
+        monkeypatch.setattr(kernels, "version", lambda: (3, 5))
+        backend, why = self.decided()
+        assert (backend, "triton is 3.5; kernels need 3.6 or newer" in why) == ("fused", True), why
+
+    def test_broken(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delattr(importlib.import_module("zaya_hf.ops.common"), "triton", raising=False)
+        monkeypatch.setitem(sys.modules, "zaya_hf.ops.common.triton", None)
+        backend, why = self.decided()
+        assert (backend, "triton cannot be imported (" in why) == ("fused", True), why
+
+    def test_absent(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+        backend, why = self.decided()
+        assert (backend, "pip install zaya_hf[kernels]" in why) == ("fused", True), why

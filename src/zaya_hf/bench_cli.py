@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
 import sys
 from itertools import groupby
 from pathlib import Path
@@ -61,6 +62,10 @@ def run(args: argparse.Namespace) -> int:
     for option, path in files.items():  # before minutes of compiling
         if path is not None and path.is_dir():
             raise ValueError(f"--{option} {path}: it is a folder")
+        if path is not None:
+            folder = next(above for above in path.absolute().parents if above.exists())  # the others are made
+            if not folder.is_dir() or not os.access(folder, os.W_OK):
+                raise ValueError(f"--{option} {path}: nothing can be written to {folder}")
     if args.html is not None and importlib.util.find_spec("matplotlib") is None:
         raise ValueError("--html needs matplotlib, which is not installed (pip install zaya_hf[eval])")
     dtypes = tuple(dict.fromkeys(args.dtype or kernel_table.USUAL_DTYPES))

@@ -40,6 +40,6 @@ class ZayaOpsMixin:
         facts = facts_of(self)
         report = {}
         for name, (backend, why) in ops.backends(facts.device, facts).items():
-            without = ops.selection.said(name)
+            without = [reason for reason in ops.selection.said(name) if reason not in why]
             report[name] = (backend, f"{why}; not for calls where {'; '.join(without)}" if without else why)
         return report

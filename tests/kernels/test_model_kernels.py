@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
 
@@ -163,3 +164,18 @@ def test_compiled_in_one_graph() -> None:
     assert_near(got[0], want[0], "logits", 1e-5)
     for name, gradient in want[2].items():
         assert_near(got[2][name], gradient, name, 1e-5)
+
+
+def test_threads_do_not_disturb_each_other() -> None:
+    """Triton's interpreter replaces functions for all threads while it runs a kernel."""
+    model, ids = make_model(), random_ids(1, 4, seed=7).to(DEVICE)
+    with torch.no_grad(), selection.use("reference"):
+        want = model(ids).logits
+
+    def run(_: int) -> Tensor:
+        with torch.no_grad():  # of a thread
+            return model(ids).logits
+
+    with selection.use("triton"), ThreadPoolExecutor(2) as pool:
+        for got in pool.map(run, range(4)):
+            assert_near(got, want, "logits", 1e-5)

@@ -137,12 +137,17 @@ def triton_declines(device: torch.device) -> str | None:
     """Why no kernel of ours can run now for tensors on `device`, whatever the operator; None: they can."""
     if is_exporting():
         return "a program is being exported, which has to run without this package"
-    if not torch.compiler.is_compiling():
-        if torch._C._are_functorch_transforms_active():
-            return "a transform of torch.func is on"
-        if torch.autograd.forward_ad._current_level >= 0:
-            return "forward-mode derivatives are on"
-    return _device_declines(device.type, device.index)
+    if torch.compiler.is_compiling():
+        return _device_declines(device.type, device.index)
+    if torch._C._are_functorch_transforms_active():
+        why: str | None = "a transform of torch.func is on"
+    elif torch.autograd.forward_ad._current_level >= 0:
+        why = "forward-mode derivatives are on"
+    else:
+        why = _device_declines(device.type, device.index)
+    if why is not None:
+        _of_any_operator.add(why)
+    return why
 
 
 def _constant_in_traces(function: Callable[..., str | None]) -> Callable[..., str | None]:
@@ -158,13 +163,23 @@ def _device_declines(kind: str, index: int | None) -> str | None:
 
 @functools.cache
 def _look_at_device(kind: str, index: int | None) -> str | None:
+    if kind not in ("cpu", "cuda"):
+        return f"kernels do not run on the device {kind!r}"
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed (pip install zaya_hf[kernels])"
-    interpreted = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
+    asked = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
+    if kind == "cpu" and not asked:
+        return "kernels run on a CPU only when interpreted (TRITON_INTERPRET=1)"
+    try:
+        from .common import triton as kernels
+    except Exception as error:  # a broken installation may raise anything
+        return f"triton cannot be imported ({type(error).__name__}: {' '.join(str(error).split())})"
+    found = kernels.version()
+    if found < kernels.OLDEST:
+        return f"triton is {'.'.join(map(str, found))}; kernels need {'.'.join(map(str, kernels.OLDEST))} or newer"
+    interpreted = bool(kernels.INTERPRETED.value)
     if kind == "cpu":
-        return None if interpreted else "kernels run on a CPU only when interpreted (TRITON_INTERPRET=1)"
-    if kind != "cuda":
-        return f"kernels do not run on the device {kind!r}"
+        return None if interpreted else "TRITON_INTERPRET=1 was set after Triton had been imported"
     if interpreted:
         return "TRITON_INTERPRET=1 is for tensors on a CPU"
     about = torch.cuda.get_device_properties(index)
@@ -201,11 +216,17 @@ def say_once(operator: str, why: str) -> None:
     which would have to be cut for it."""
     if torch.compiler.is_compiling() or torch._C._get_tracing_state() or why in _said.setdefault(operator, []):
         return
+    everywhere = why in _of_any_operator
+    known = everywhere and any(why in others for others in _said.values())
     _said[operator].append(why)
-    logger.warning(f"zaya_hf.ops.{operator}: not Triton's kernels, since {why}.")
+    if not known:
+        name = "zaya_hf.ops" if everywhere else f"zaya_hf.ops.{operator}"
+        logger.warning(f"{name}: not Triton's kernels, since {why}.")
 
 
 _said: dict[str, list[str]] = {}
+#: reasons that have nothing to do with an operator: they are said once for all
+_of_any_operator: set[str] = set()
 
 
 def said(operator: str) -> list[str]:

@@ -7,6 +7,7 @@ and nothing else.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -19,6 +20,8 @@ from torch import Tensor
 
 from .configs import KernelConfig
 
+#: oldest version that the kernels are written for
+OLDEST = (3, 6)
 #: Triton reads TRITON_INTERPRET when a kernel is defined; it holds for the life of the process.
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
@@ -67,6 +70,8 @@ class Launch:
 
 
 _recorded: list[Launch] | None = None
+#: while Triton's interpreter runs a kernel, it replaces functions of the module `triton.language` for all threads
+_interpreter = threading.RLock()
 
 
 @contextmanager
@@ -97,13 +102,19 @@ def launch(kernel: Any, grid: tuple[int, ...], config: KernelConfig, *arguments:
         _recorded.append(Launch(kernel, grid, config, dict(zip(names, arguments, strict=True)), constants))
         return
     device = next(argument.device for argument in arguments if isinstance(argument, Tensor))
-    if device.type == "cpu":  # interpreted
-        kernel[grid](*arguments, **constants)
+    if device.type == "cpu":
+        with _interpreter:
+            kernel[grid](*arguments, **constants)
         return
     options = config.options("hip" if torch.version.hip else "cuda")
     # the current device, which Triton launches on, need not be the tensors'
     with torch.cuda.device(device) if device.index != torch.cuda.current_device() else nullcontext():
         kernel[grid](*arguments, **constants, **options)
+
+
+def version() -> tuple[int, ...]:
+    """Of Triton, major and minor."""
+    return tuple(int(part) for part in triton.__version__.split(".")[:2])
 
 
 def blocks_of(size: int, block: int) -> int:

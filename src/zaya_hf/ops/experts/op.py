@@ -27,7 +27,8 @@ def experts(
 
     Args:
         x: ``[N, D]``.
-        slots, weights: ``[N]`` int64, the expert of each token (E or more: none, the result is 0), and its weight.
+        slots, weights: ``[N]`` int64, the expert of each token (from 0 up; E or more: none, the
+            result is 0), and its weight.
         gate_up_proj, down_proj: ``[E, 2 I, D]``, gate first, and ``[E, D, I]``.
         act_fn: the activation of the gate.
         packed: the two weights packed; used where no gradient is wanted, and never after the weights have changed.

@@ -21,7 +21,7 @@ def experts(
 
     Args:
         x: ``[N, D]``.
-        slots: ``[N]`` int64; E or more: no expert, the result is 0.
+        slots: ``[N]`` int64, from 0 up (which is not checked); E or more: no expert, the result is 0.
         weights: ``[N]``.
         gate_up_proj: ``[E, 2 I, D]``, gate first; `down_proj`: ``[E, D, I]``.
 
