@@ -15,7 +15,7 @@ from step_problems import LAYOUTS, Step, draw_step
 from zaya_hf import ZayaForCausalLM, ops
 from zaya_hf.ops import selection
 from zaya_hf.ops.cca_step import configs, operators, reference
-from zaya_hf.ops.cca_step import triton as kernels
+from zaya_hf.ops.cca_step import launcher as kernels
 from zaya_hf.testing import random_ids, redraw, tiny_config
 
 pytestmark = [pytest.mark.interpreter, pytest.mark.gpu]

@@ -37,7 +37,7 @@ def test_a_layer_takes_no_more_than_its_target(
     ours, stock = found["zaya_hf"], found["transformers"]["grouped_mm"]
     assert ours["per_layer"] == sum(ours["operations_of_a_layer"].values()) <= 12
     assert ours["operations_of_a_layer"]["zaya_hf.cca_step_"] == 1
-    assert ours["kernels_of_our_operators_in_a_layer"]["_step"] == 1
+    assert ours["kernels_of_our_operators_in_a_layer"]["step_kernel"] == 1
     assert stock["per_layer"] > 100
 
 

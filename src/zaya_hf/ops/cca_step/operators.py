@@ -38,13 +38,13 @@ def _run_in_place(
 
 
 def _launch(tensors: tuple[Any, ...], after: tuple[Any, ...], others: tuple[Any, ...]) -> tuple[Tensor, ...]:
-    from . import triton as kernels
+    from . import launcher
 
     *arguments, reach, continues, entry_index, entry_valid, last, has_real = others
     rows = None if reach is None else StepRows(reach, continues, entry_index, entry_valid, last, has_real)
     batch_size, length, _ = tensors[0].shape
     given: list[Any] = [*tensors, *after, *arguments, rows, choose_step(batch_size, length, tensors[0].dtype)]
-    return kernels.step(*given)
+    return launcher.step(*given)
 
 
 def _fake(

@@ -50,7 +50,7 @@ def _bytes(batch_size: int, length: int, dtype: torch.dtype) -> float:
 
 
 def _launch(batch_size: int, length: int, dtype: torch.dtype, is_padded: bool, config: KernelConfig) -> None:
-    from . import triton as kernels
+    from . import launcher
 
     def empty(*shape: int, of: torch.dtype = dtype) -> Tensor:
         return torch.empty(*shape, dtype=of, device="meta")
@@ -74,4 +74,4 @@ def _launch(batch_size: int, length: int, dtype: torch.dtype, is_padded: bool, c
     tables = table, torch.empty_like(table)
     others = (empty(_GROUPS), *tables, _HEAD_DIM, False, None, rows, config)
     arguments: list[Any] = [raw, current, delayed, *states, *states, *weights, *others]
-    kernels.step(*arguments)
+    launcher.step(*arguments)

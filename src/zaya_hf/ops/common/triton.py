@@ -120,3 +120,8 @@ def version() -> tuple[int, ...]:
 def blocks_of(size: int, block: int) -> int:
     """Blocks that cover `size`."""
     return -(-size // block)
+
+
+def power_of_2(size: int) -> int:
+    """The lowest that is no less than `size`, as the length of a block has to be."""
+    return int(triton.next_power_of_2(size))
