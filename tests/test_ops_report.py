@@ -36,6 +36,17 @@ def test_it_follows_the_choice(model: ZayaForCausalLM) -> None:
                 assert "TRITON_INTERPRET=1" in why
 
 
+def test_the_experts_implementation_has_a_say() -> None:
+    model = ZayaForCausalLM(tiny_config())
+    model.set_experts_implementation("grouped_mm")
+    assert model.ops_report()["experts"] == ("transformers", "experts_implementation='grouped_mm'")
+    model.set_experts_implementation("zaya_triton")
+    backend, why = model.ops_report()["experts"]
+    assert (backend, "TRITON_INTERPRET=1" in why) == ("grouped", True)
+    model.set_experts_implementation("zaya")
+    assert model.ops_report() == ops.backends("cpu", facts_of(model))
+
+
 def test_calls_that_went_without_kernels_are_in_it(model: ZayaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selection, "_said", {"experts": ["of a test", "of another"]})
     assert model.ops_report()["experts"][1].endswith("; not for calls where of a test; of another")

@@ -197,4 +197,4 @@ def _why_not_timed() -> str:
     script = "benchmarks/ops.py of the source tree times the kernels beside torch's operators"
     if torch.cuda.is_available():
         return f"{script}; zaya bench kernels --compile-only says what they are compiled to"
-    return "timing kernels needs a GPU, and torch sees none; with --compile-only they are compiled without one"
+    return f"timing kernels needs a GPU, and torch sees none; with --compile-only they are compiled. On a GPU {script}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from . import ops
+from .experts_dispatch import OURS, TRITON
 
 
 def facts_of(model: Any) -> ops.Facts:
@@ -26,6 +27,20 @@ def facts_of(model: Any) -> ops.Facts:
     )
 
 
+def _backends(model: Any, facts: ops.Facts) -> dict[str, tuple[str, str]]:
+    """As `ops.backends`; for the experts the config's `experts_implementation` has a say."""
+    found, name = ops.backends(facts.device, facts), model.config._experts_implementation
+    if ops.selection.reference_only("experts"):
+        return found
+    if name == TRITON:
+        with ops.selection.use(ops.selection.description(), experts="triton"):
+            backend, why = ops.backends(facts.device, facts)["experts"]
+        found["experts"] = backend, f"experts_implementation={name!r}" if backend == "triton" else why
+    elif name not in (None, OURS, "eager"):
+        found["experts"] = "transformers", f"experts_implementation={name!r}"
+    return found
+
+
 class ZayaOpsMixin:
     """`ops_report` of every ZAYA model class."""
 
@@ -39,7 +54,7 @@ class ZayaOpsMixin:
         """
         facts = facts_of(self)
         report = {}
-        for name, (backend, why) in ops.backends(facts.device, facts).items():
+        for name, (backend, why) in _backends(self, facts).items():
             without = [reason for reason in ops.selection.said(name) if reason not in why]
             report[name] = (backend, f"{why}; not for calls where {'; '.join(without)}" if without else why)
         return report

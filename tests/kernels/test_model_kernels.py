@@ -152,6 +152,10 @@ def test_the_report_says_triton() -> None:
     with selection.use("triton"):
         report = model.ops_report()
     assert {name for name, (backend, _) in report.items() if backend != "triton"} == {"linear"}, report
+    model.set_experts_implementation("zaya_triton")
+    assert model.ops_report()["experts"] == ("triton", "experts_implementation='zaya_triton'")
+    with selection.use("auto", experts="reference"):
+        assert model.ops_report()["experts"][0] == "reference"
 
 
 def test_compiled_in_one_graph() -> None:

@@ -50,7 +50,9 @@ def _parsed(text: str) -> _Choice:
         elif name not in OPERATORS:
             raise ValueError(f"ZAYA_OPS names the operator {name!r}; there are: {', '.join(OPERATORS)}.")
         if how not in CHOICES:
-            raise ValueError(f"ZAYA_OPS is {text!r}; expected one of: {', '.join(CHOICES)}.")
+            raise ValueError(
+                f"ZAYA_OPS is {text!r}; expected one of: {', '.join(CHOICES)}, for all, or operator=one of them."
+            )
         if name:
             singled_out[name] = how
         else:
@@ -177,10 +179,10 @@ def _look_at_device(kind: str, index: int | None) -> str | None:
     found = kernels.version()
     if found < kernels.OLDEST:
         return f"triton is {'.'.join(map(str, found))}; kernels need {'.'.join(map(str, kernels.OLDEST))} or newer"
-    interpreted = bool(kernels.INTERPRETED.value)
     if kind == "cpu":
-        return None if interpreted else "TRITON_INTERPRET=1 was set after Triton had been imported"
-    if interpreted:
+        late = "TRITON_INTERPRET=1 was set after Triton had been imported; set it before Python starts"
+        return None if kernels.is_interpreted() else late
+    if kernels.INTERPRETED.value:
         return "TRITON_INTERPRET=1 is for tensors on a CPU"
     about = torch.cuda.get_device_properties(index)
     if torch.version.hip:

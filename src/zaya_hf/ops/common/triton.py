@@ -112,6 +112,12 @@ def launch(kernel: Any, grid: tuple[int, ...], config: KernelConfig, *arguments:
         kernel[grid](*arguments, **constants, **options)
 
 
+def is_interpreted() -> bool:
+    """Whether kernels run on a CPU: Triton's own functions have to be interpreted like ours, and were defined when Triton
+    was imported."""
+    return bool(INTERPRETED.value) and not isinstance(tl.sum, triton.JITFunction)
+
+
 def version() -> tuple[int, ...]:
     """Of Triton, major and minor."""
     return tuple(int(part) for part in triton.__version__.split(".")[:2])
