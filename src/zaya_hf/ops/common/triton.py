@@ -113,8 +113,8 @@ def launch(kernel: Any, grid: tuple[int, ...], config: KernelConfig, *arguments:
 
 
 def is_interpreted() -> bool:
-    """Whether kernels run on a CPU: Triton's own functions have to be interpreted like ours, and were defined when Triton
-    was imported."""
+    """Whether kernels run on a CPU. Triton's own functions have to be interpreted like ours; they were defined when
+    Triton was imported."""
     return bool(INTERPRETED.value) and not isinstance(tl.sum, triton.JITFunction)
 
 
