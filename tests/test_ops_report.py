@@ -55,7 +55,7 @@ def test_the_experts_implementation_has_a_say() -> None:
 
 def test_calls_that_went_without_kernels_are_in_it(model: ZayaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selection, "_said", {"experts": ["of a test", "of another"]})
-    assert model.ops_report()["experts"][1].endswith("; not for calls where of a test; of another")
+    assert model.ops_report()["experts"][1].endswith("; calls went without kernels since of a test; of another")
 
 
 def test_facts_are_the_models(model: ZayaForCausalLM) -> None:

@@ -56,5 +56,6 @@ class ZayaOpsMixin:
         report = {}
         for name, (backend, why) in _backends(self, facts).items():
             without = [reason for reason in ops.selection.said(name) if reason not in why]
-            report[name] = (backend, f"{why}; not for calls where {'; '.join(without)}" if without else why)
+            calls = f"; calls went without kernels since {'; '.join(without)}" if without else ""
+            report[name] = (backend, why + calls)
         return report
