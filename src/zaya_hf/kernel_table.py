@@ -21,15 +21,15 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from tqdm import tqdm
 
 from zaya_hf import ops
 from zaya_hf.ops.common.configs import KernelConfig
+from zaya_hf.ops.common.dtypes import DTYPE_NAMES
 from zaya_hf.ops.common.targets import MOST_THREADS, TARGETS, Target
 from zaya_hf.ops.common.workloads import Workload
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 #: compiled unless others are asked for
 USUAL_DTYPES = ("bf16", "fp32")
 FORMAT = 1
@@ -97,7 +97,7 @@ def check_can_compile() -> None:
     """
     if importlib.util.find_spec("triton") is None:
         raise ValueError("compiling kernels needs triton, which is not installed (pip install zaya_hf[kernels])")
-    if os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y"):
+    if ops.selection.is_interpreting_asked_for():
         raise ValueError("TRITON_INTERPRET is set: kernels that Triton interprets cannot be compiled; unset it")
 
 

@@ -106,12 +106,7 @@ def use(name: str, **singled_out: str) -> Iterator[None]:
 def is_eager() -> bool:
     """Whether no trace, compilation, transform of torch.func or forward-mode derivative is on: these cannot look into
     functions that have their gradient written out, or operators that are not torch's usual ones."""
-    return (
-        not torch.compiler.is_compiling()
-        and not torch._C._get_tracing_state()
-        and not torch._C._are_functorch_transforms_active()
-        and torch.autograd.forward_ad._current_level < 0
-    )
+    return not torch.compiler.is_compiling() and not torch._C._get_tracing_state() and transforms_decline() is None
 
 
 def is_exporting() -> bool:
@@ -141,12 +136,7 @@ def triton_declines(device: torch.device) -> str | None:
         return "a program is being exported, which has to run without this package"
     if torch.compiler.is_compiling():
         return _device_declines(device.type, device.index)
-    if torch._C._are_functorch_transforms_active():
-        why: str | None = "a transform of torch.func is on"
-    elif torch.autograd.forward_ad._current_level >= 0:
-        why = "forward-mode derivatives are on"
-    else:
-        why = _device_declines(device.type, device.index)
+    why = transforms_decline() or _device_declines(device.type, device.index)
     if why is not None:
         _of_any_operator.add(why)
     return why
@@ -156,6 +146,22 @@ def _constant_in_traces(function: Callable[..., str | None]) -> Callable[..., st
     """As `torch.compiler.assume_constant_result`, which would import the compiler."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+@_constant_in_traces
+def transforms_decline() -> str | None:
+    """Why functions whose gradient is written out, and operators that are not torch's, cannot be used now; None: they
+    can. Inside a compiled graph, too."""
+    if torch._C._are_functorch_transforms_active():
+        return "a transform of torch.func is on"
+    if torch.autograd.forward_ad._current_level >= 0:
+        return "forward-mode derivatives are on"
+    return None
+
+
+def is_interpreting_asked_for() -> bool:
+    """Whether TRITON_INTERPRET is set, as Triton reads it."""
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
 
 
 @_constant_in_traces
@@ -169,8 +175,7 @@ def _look_at_device(kind: str, index: int | None) -> str | None:
         return f"kernels do not run on the device {kind!r}"
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed (pip install zaya_hf[kernels])"
-    asked = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
-    if kind == "cpu" and not asked:
+    if kind == "cpu" and not is_interpreting_asked_for():
         return "kernels run on a CPU only when interpreted (TRITON_INTERPRET=1)"
     try:
         from .common import triton as kernels

@@ -6,11 +6,10 @@ import torch
 from torch import Tensor
 
 from .. import selection
+from ..common.dtypes import DTYPE_NAMES
 from ..common.facts import Facts
 from . import fused, operators, reference
 from .reference import SegmentStates
-
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def cca_mix(
@@ -92,7 +91,7 @@ def _declines(
     if not selection.are_plain(*floats, *places):
         return "a tensor is of a subclass, or not strided"
     for t in floats:
-        if t.dtype not in _DTYPES:
+        if t.dtype not in DTYPE_NAMES:
             return f"they take fp32, fp16 and bf16, not {t.dtype}"
     if any(t.dtype != raw.dtype for t in projections):
         return "the projections differ in dtype"
@@ -130,7 +129,7 @@ def backend(device: torch.device, facts: Facts | None = None) -> tuple[str, str]
     declined = None
     if facts is not None:
         declined = _sizes_decline(facts.head_dim, 0, facts.widths)
-        if facts.dtype not in _DTYPES:
+        if facts.dtype not in DTYPE_NAMES:
             declined = f"they take fp32, fp16 and bf16, not {facts.dtype}"
     return selection.outcome(
         "cca_mix",

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from ..common.configs import KernelConfig
+from ..common.dtypes import DTYPE_NAMES
 from ..common.workloads import Workload
 from . import configs
 from .inputs import Inputs, Values, prepare, prepare_values
 
 _HEADS, _GROUPS, _HEAD_DIM, _WIDTHS = 8, 2, 128, (2, 2)
 _LENGTH, _TOKENS, _PROMPT = 4096, 16_384, 256
-_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 def workloads(dtype: torch.dtype) -> list[Workload]:
@@ -80,7 +80,7 @@ def _workload(
     moved: float,
     flops: float = 0.0,
 ) -> Workload:
-    return Workload(f"cca_mix: {kernel}", size, _NAMES[dtype], (config,), launch, moved, flops)
+    return Workload(f"cca_mix: {kernel}", size, DTYPE_NAMES[dtype], (config,), launch, moved, flops)
 
 
 def _forward(tokens: int, head_dim: int, dtype: torch.dtype, states: bool = False) -> Workload:

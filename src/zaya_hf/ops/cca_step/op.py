@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from .. import selection
+from ..common.dtypes import DTYPE_NAMES
 from ..common.facts import Facts
 from . import operators, reference
 from .reference import StepRows
 
 #: most new tokens of a row that are a step
 MOST_TOKENS = 8
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 HEAD_DIMS = range(2, 257)
 WIDTHS = range(1, 5)
 
@@ -131,7 +131,7 @@ def _declines(
         return why_not
     if any(t.dtype != raw.dtype for t in activations):
         return "the projections and the states are of several dtypes"
-    if any(t is not None and t.dtype not in DTYPES for t in (*weights, value_of_nothing, cos, sin)):
+    if any(t is not None and t.dtype not in DTYPE_NAMES for t in (*weights, value_of_nothing, cos, sin)):
         return "the weights are neither fp32 nor fp16 nor bf16"
     if torch.is_autocast_enabled(raw.device.type) and torch.get_autocast_dtype(raw.device.type) != raw.dtype:
         return f"autocast is on and the projections are {raw.dtype}"
@@ -148,7 +148,7 @@ def declines_sizes(
         heads, groups: query heads and key/value heads, each of `head_dim`.
         widths: of the two convolutions.
     """
-    if dtype not in DTYPES:
+    if dtype not in DTYPE_NAMES:
         return f"it takes fp32, fp16 and bf16, not {str(dtype).removeprefix('torch.')}"
     if head_dim not in HEAD_DIMS or head_dim * groups % 2:
         return f"it takes heads of 2 to 256, not {groups} of {head_dim}"

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from ..common.configs import KernelConfig
+from ..common.dtypes import DTYPE_NAMES
 from ..common.workloads import Workload
 from . import configs
 from .reference import StepRows
 
 _HEADS, _GROUPS, _HEAD_DIM, _ROTATED = 8, 2, 128, 64
-_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _CHANNELS, _WIDTH, _COLUMNS = (_HEADS + _GROUPS) * _HEAD_DIM, _GROUPS * _HEAD_DIM // 2, 2
 
 
@@ -31,7 +31,7 @@ def workloads(dtype: torch.dtype) -> list[Workload]:
             Workload(
                 "cca_step",
                 f"{batch_size} {rows} of {length}",
-                _NAMES[dtype],
+                DTYPE_NAMES[dtype],
                 (chosen,),
                 functools.partial(_launch, batch_size, length, dtype, is_padded),
                 _bytes(batch_size, length, dtype),

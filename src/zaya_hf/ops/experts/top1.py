@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import activations
 
 from .. import selection
+from ..common.dtypes import DTYPE_NAMES
 from ..common.library import define
 from . import configs, reference
 
@@ -28,7 +29,6 @@ ACTIVATIONS: dict[type, str] = {
     activations.FastGELUActivation: "gelu_tanh",
     activations.AccurateGELUActivation: "gelu_tanh",
 }
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MOST = 2**31 - 1
 
 
@@ -50,7 +50,7 @@ def declines_sizes(dtypes: set[torch.dtype], experts: int, inner: int, width: in
     if len(dtypes) > 1:
         return "tokens and weights have different dtypes"
     (dtype,) = dtypes
-    if dtype not in _DTYPES:
+    if dtype not in DTYPE_NAMES:
         return f"kernels are for fp32, bf16 and fp16, not for {dtype}"
     if activation not in ACTIVATIONS:
         return f"there is no kernel for the activation {activation.__name__}"

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..common.configs import KernelConfig
+from ..common.dtypes import DTYPE_NAMES
 from ..common.workloads import Workload
 from . import configs
 
@@ -15,7 +16,6 @@ WIDTH, INNER, EXPERTS = 2048, 2048, 16
 TOKENS = 16384
 #: tokens at which a tile of that many rows is taken: of training, of a long prompt, of many requests that decode
 TOKENS_OF_TILE = {128: TOKENS, 64: 1024, 16: 64}
-_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 def workloads(dtype: torch.dtype) -> list[Workload]:
@@ -27,7 +27,7 @@ def workloads(dtype: torch.dtype) -> list[Workload]:
 
     gate_up, down = made(EXPERTS, 2 * INNER, WIDTH), made(EXPERTS, WIDTH, INNER)
     offsets = made(EXPERTS + 1, of=torch.int32)
-    size, name = dtype.itemsize, _NAMES[dtype]
+    size, name = dtype.itemsize, DTYPE_NAMES[dtype]
     found: list[Workload] = []
 
     def add(kernel: str, tokens: int, config: KernelConfig, launch: Callable, values: float, macs: float) -> None:

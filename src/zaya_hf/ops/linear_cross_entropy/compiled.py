@@ -22,19 +22,7 @@ def declines() -> str | None:
     """Why the graph that is being compiled cannot hold the operator; None: it can."""
     if selection.is_exporting():
         return "a program is being exported, which has to run without this package"
-    return _transforms_decline()
-
-
-def _transforms_decline() -> str | None:
-    if torch._C._are_functorch_transforms_active():
-        return "a transform of torch.func is on"
-    if torch.autograd.forward_ad._current_level >= 0:
-        return "forward-mode derivatives are on"
-    return None
-
-
-# As `torch.compiler.assume_constant_result`, which would import the compiler.
-_transforms_decline._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return selection.transforms_decline()
 
 
 def linear_cross_entropy(

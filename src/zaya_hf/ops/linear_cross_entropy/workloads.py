@@ -7,13 +7,13 @@ from functools import partial
 import torch
 
 from ..common.configs import KernelConfig
+from ..common.dtypes import DTYPE_NAMES
 from ..common.workloads import Workload
 from . import chunked, configs, sums
 
 WORDS, WIDTH, TOKENS = 262_272, 2048, 16_384
 #: rows of few words: a small model's
 FEW_WORDS = 4096
-_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 def _rows(rows: int, words: int, dtype: torch.dtype, softcap: float | None, chosen: KernelConfig) -> None:
@@ -35,7 +35,7 @@ def _add(rows: int, dtype: torch.dtype, chosen: KernelConfig) -> None:
 
 def workloads(dtype: torch.dtype) -> list[Workload]:
     """For logits and a weight of `dtype`; a chunk of rows as it is on a GPU."""
-    size, name = dtype.itemsize, _NAMES[dtype]
+    size, name = dtype.itemsize, DTYPE_NAMES[dtype]
     most = int(WORDS * WIDTH * chunked.WEIGHT_SHARE["cuda"]) // (WORDS * size)
     found = []
     for rows, words, softcap in ((most, WORDS, None), (most, WORDS, 30.0), (TOKENS, FEW_WORDS, None)):

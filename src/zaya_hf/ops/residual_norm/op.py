@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from .. import selection
+from ..common.dtypes import DTYPE_NAMES
 from ..common.facts import Facts
 from . import configs, fused, operators, reference
-
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def residual_merge(
@@ -103,7 +102,7 @@ def _declines(
     if not selection.are_plain(*tensors):
         return "a tensor is of a subclass, or not strided"
     for dtype in (*(t.dtype for t in tensors), *dtypes):
-        if dtype not in _DTYPES:
+        if dtype not in DTYPE_NAMES:
             return f"they take fp32, fp16 and bf16, not {dtype}"
     if any(t.device != output.device for t in tensors):
         return "the tensors are on several devices"
@@ -125,7 +124,7 @@ def backend(device: torch.device, facts: Facts | None = None) -> tuple[str, str]
     declined = None
     if facts is not None:
         declined = _width_declines(facts.hidden_size) or _width_declines(facts.router_width)
-        if facts.dtype not in _DTYPES:
+        if facts.dtype not in DTYPE_NAMES:
             declined = f"they take fp32, fp16 and bf16, not {facts.dtype}"
     return selection.outcome(
         "residual_norm",

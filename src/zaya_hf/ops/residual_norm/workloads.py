@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from ..common.configs import KernelConfig
+from ..common.dtypes import DTYPE_NAMES
 from ..common.workloads import Workload
 from . import configs
 
 _HIDDEN, _ROUTER, _TOKENS, _DECODING = 2048, 256, 16_384, 8
 _WIDER = (4096,)  # no ZAYA1, but what the tables have
-_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _WIDE = torch.float32
 
 
@@ -54,7 +54,7 @@ def _merge_norm(tokens: int, width: int, dtype: torch.dtype) -> Workload:
     return Workload(
         kernel="residual_norm: merge and norm",
         size=_size(tokens, width),
-        dtype=_NAMES[dtype],
+        dtype=DTYPE_NAMES[dtype],
         configs=(configs.choose_forward(width),),
         launch=launch,
         # output and residual; stream and normed rows; a factor each
@@ -73,7 +73,7 @@ def _norm(tokens: int, dtype: torch.dtype) -> Workload:
     return Workload(
         kernel="residual_norm: router's norm",
         size=f"{tokens} tokens",
-        dtype=_NAMES[dtype],
+        dtype=DTYPE_NAMES[dtype],
         configs=(configs.choose_forward(_ROUTER),),
         launch=launch,
         bytes=tokens * (_ROUTER * 2 * dtype.itemsize + 4) + _ROUTER * dtype.itemsize,
@@ -110,7 +110,7 @@ def _merge_norm_backward(tokens: int, width: int, dtype: torch.dtype, learns: bo
     return Workload(
         kernel="residual_norm backward: " + ("all gradients" if learns else "frozen vectors"),
         size=_size(tokens, width),
-        dtype=_NAMES[dtype],
+        dtype=DTYPE_NAMES[dtype],
         configs=(chosen,),
         launch=launch,
         bytes=tokens * (width * rows + 4) + 5 * width * dtype.itemsize + (16 * programs * width if learns else 0),
@@ -143,7 +143,7 @@ def _norm_backward(tokens: int, dtype: torch.dtype) -> Workload:
     return Workload(
         kernel="residual_norm backward: router's norm",
         size=f"{tokens} tokens",
-        dtype=_NAMES[dtype],
+        dtype=DTYPE_NAMES[dtype],
         configs=(chosen,),
         launch=launch,
         bytes=tokens * (_ROUTER * 3 * dtype.itemsize + 4) + _ROUTER * (dtype.itemsize + 4 * programs),
@@ -163,7 +163,7 @@ def _reduction(tokens: int, dtype: torch.dtype) -> Workload:
     return Workload(
         kernel="residual_norm backward: vectors",
         size=f"{programs} programs",
-        dtype=_NAMES[dtype],
+        dtype=DTYPE_NAMES[dtype],
         configs=configs.REDUCTION,
         launch=launch,
         bytes=4 * 4 * programs * _HIDDEN + 9 * _HIDDEN * dtype.itemsize,

@@ -6,11 +6,10 @@ import torch
 from torch import Tensor
 
 from .. import selection
+from ..common.dtypes import DTYPE_NAMES
 from ..common.facts import Facts
 from . import configs, operators, reference
 from .reference import RouterWeights, Routing
-
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def route(
@@ -81,7 +80,7 @@ def _sizes_decline(width: int, slots: int) -> str | None:
 
 def _dtype_declines(dtype: torch.dtype, device: torch.device) -> str | None:
     """Of the linear layers' products."""
-    if dtype not in DTYPES:
+    if dtype not in DTYPE_NAMES:
         return f"there are no kernels for {dtype}"
     if dtype == torch.float32 and device.type == "cuda" and not torch.version.hip:
         return "NVIDIA's GPUs have no matrix instruction for fp32 that is exact"
@@ -108,7 +107,7 @@ def _declines(
     why_not = _sizes_decline(width, slots) or _dtype_declines(_product_dtype(x), x.device)
     if why_not is not None:
         return why_not
-    other = next((t.dtype for t in floats if t.dtype not in DTYPES), None)
+    other = next((t.dtype for t in floats if t.dtype not in DTYPE_NAMES), None)
     if other is not None:
         return f"there are no kernels for {other}"
     if not _autocasts(x) and any(t.dtype != x.dtype for t in floats):

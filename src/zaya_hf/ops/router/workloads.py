@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..common.configs import KernelConfig
+from ..common.dtypes import DTYPE_NAMES
 from ..common.workloads import Workload
 from . import configs
 from .reference import RouterWeights
@@ -17,7 +18,6 @@ INNER, WIDTH, SLOTS = 2048, 256, 17
 MANY, PROMPT, FEW = 16384, 4096, 16
 #: multiplications per token of the projection, of fc1 or fc2, of the last layer
 DOWN, SQUARE, OUT = INNER * WIDTH, WIDTH * WIDTH, WIDTH * SLOTS
-_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 def workloads(dtype: torch.dtype) -> list[Workload]:
@@ -51,7 +51,7 @@ def _project(tokens: int, splits: int, config: KernelConfig, dtype: torch.dtype)
     return Workload(
         "router projection",
         f"{tokens} tokens",
-        _NAMES[dtype],
+        DTYPE_NAMES[dtype],
         (config,),
         lambda chosen: triton.project(x, weight, partials, splits, chosen),
         (x.numel() + weight.numel()) * dtype.itemsize + 4 * partials.numel(),
@@ -73,7 +73,7 @@ def _route(tokens: int, splits: int, config: KernelConfig, dtype: torch.dtype) -
     return Workload(
         "router forward, projecting" if partials is None else "router forward, projected",
         f"{tokens} tokens",
-        _NAMES[dtype],
+        DTYPE_NAMES[dtype],
         (config,),
         lambda chosen: triton.choose(x, partials, state, weights, biases, None, None, results, chosen),
         read + others,
@@ -95,7 +95,7 @@ def _backward(tokens: int, config: KernelConfig, dtype: torch.dtype) -> Workload
     return Workload(
         "router backward",
         f"{tokens} tokens",
-        _NAMES[dtype],
+        DTYPE_NAMES[dtype],
         (config,),
         lambda chosen: triton_backward.walk_back(grads, state, weights, state, logits, slots, outputs, sums, 3, chosen),
         moved,
