@@ -28,18 +28,24 @@ from typing import Any, NoReturn
 COMMANDS = {
     "bench": "zaya_hf.bench_cli",
     "chat": "zaya_hf.chat_cli",
+    "data": "zaya_hf.data_cli",
     "doctor": "zaya_hf.doctor",
     "generate": "zaya_hf.generation_cli",
     "quickstart": "zaya_hf.quickstart.run",
     "report": "zaya_hf.report_cli",
+    "train": "zaya_hf.train_cli",
 }
 # Commands that read nothing but files of this machine: libraries below them must not reach for the network either.
+# Sources, tokenizers and checkpoints of `data` and `train` may be on the Hub.
 OFFLINE = frozenset({"bench", "chat", "doctor", "generate", "quickstart", "report"})
 # The five models of the quickstart; ours first.
 QUICKSTART_MODELS = ("zaya", "qwen3", "gemma3", "llama", "olmoe")
 # GPUs that kernels are compiled for, and dtypes of their tensors; keys of tables in the package.
 BENCH_TARGETS = ("gfx942", "gfx950", "sm_90")
 BENCH_DTYPES = ("bf16", "fp16", "fp32")
+# Fields of zaya_hf.training.config: kinds of text sources, and which turns of a conversation are predicted.
+SOURCE_KINDS = ("auto", "text", "jsonl", "parquet", "arrow", "hub")
+TRAIN_ON = ("assistant", "last_assistant", "all")
 INTERRUPTED = 130
 TERMINATED = 143  # 128 + SIGTERM, likewise
 BROKEN_PIPE = 141  # 128 + SIGPIPE, what a shell reports for a program that the signal ended
@@ -247,6 +253,83 @@ def _add_bench(commands: Any, parents: list[argparse.ArgumentParser]) -> None:
     kernels.add_argument("--jobs", type=_POSITIVE, metavar="N", help="processes; default: one per core, up to eight")
 
 
+def _add_train(commands: Any, parents: list[argparse.ArgumentParser]) -> None:
+    train = commands.add_parser(
+        "train",
+        parents=parents,
+        help="train a model as a settings file says, in one process or several",
+        description="Train as CONFIG says and write everything to the folder that it names (out). The same command "
+        "again goes on from the newest checkpoint. SIGTERM, SIGUSR1 and Ctrl-C save and stop.",
+        epilog="Settings: zaya_hf/training/config.py; recipes and several machines: train/README.md.",
+    )
+    train.add_argument(
+        "config", metavar="CONFIG", help="YAML file of settings, or the name of a recipe of zaya_hf, such as cpu-small"
+    )
+    train.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="KEY=VALUE",
+        help="settings to change, such as optimizer.lr=1e-3 or data.sources.0.path=texts.jsonl; values are YAML",
+    )
+    train.add_argument(
+        "--show",
+        action="store_true",
+        help="print all settings, numbers of parameters, FLOPs and memory, and train nothing",
+    )
+    train.add_argument("--processes", type=_POSITIVE, metavar="N", help="on this machine, one per GPU; default: 1")
+    train.add_argument(
+        "--accelerate-config",
+        type=Path,
+        metavar="FILE",
+        help="start the processes by `accelerate launch` with this file; default: by zaya itself",
+    )
+
+
+def _add_data(commands: Any, parents: list[argparse.ArgumentParser]) -> None:
+    data = commands.add_parser("data", parents=parents, help="prepare text for training")
+    actions = data.add_subparsers(dest="action", metavar="WHAT", required=True)
+    build = actions.add_parser(
+        "build",
+        parents=parents,
+        help="tokenise text into files of tokens that training maps into memory",
+        description="Tokenise the documents of all SOURCES and write them to one folder of tokens, which `zaya train` "
+        "takes as a source. The folder is the same for any number of processes.",
+    )
+    build.add_argument(
+        "sources", nargs="+", metavar="SOURCE", help="file, folder, glob pattern in quotes, or hub id of a dataset"
+    )
+    build.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="the folder to write")
+    build.add_argument("--tokenizer", required=True, metavar="PATH", help="folder or hub id of the tokenizer")
+    build.add_argument(
+        "--processes", type=_POSITIVE, default=os.cpu_count() or 1, metavar="N", help="default: one per core"
+    )
+    group = build.add_argument_group("what the sources are")
+    group.add_argument("--kind", choices=SOURCE_KINDS, default="auto", help="default: by the names of the files")
+    group.add_argument(
+        "--field", metavar="NAME", help="of a record: its text (default: text), with --chat its messages (messages)"
+    )
+    group.add_argument("--split", default="train", metavar="NAME", help="of a hub dataset; default: %(default)s")
+    group.add_argument("--subset", metavar="NAME", help="configuration of a hub dataset")
+    group.add_argument("--revision", metavar="NAME", help="branch, tag or commit of a hub dataset")
+    group = build.add_argument_group("conversations")
+    group.add_argument("--chat", action="store_true", help="records are conversations: use the chat template")
+    group.add_argument(
+        "--train-on", choices=TRAIN_ON, default="assistant", help="which turns are targets; default: %(default)s"
+    )
+    group.add_argument(
+        "--max-length",
+        type=_POSITIVE,
+        metavar="N",
+        help="tokens of a conversation; longer ones are shortened by AP-trimming",
+    )
+    group.add_argument("--no-trim-thinking", action="store_true", help="leave longer ones out instead")
+
+    show = actions.add_parser(
+        "show", parents=parents, help="what is in a folder of tokens", description="Describe a folder of tokens."
+    )
+    show.add_argument("path", type=Path, metavar="FOLDER")
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands. Imports nothing but the standard library."""
     common = argparse.ArgumentParser(add_help=False)
@@ -301,13 +384,20 @@ def build_parser() -> argparse.ArgumentParser:
         "--out", type=Path, default=Path("runs/quickstart"), metavar="FOLDER", help="default: %(default)s"
     )
 
+    _add_train(commands, [common])
+    _add_data(commands, [common])
+
     report = commands.add_parser(
         "report",
         parents=[common],
-        help="build the report page of earlier results again",
-        description="Build report.html beside a results.json again, from its figures alone.",
+        help="the report page of a training run, of several side by side, or of a quickstart",
+        description="Write a page about the training run in the folder PATH, or about several side by side. Of a "
+        "quickstart's results, report.html is built again from the figures alone.",
     )
-    report.add_argument("path", type=Path, metavar="PATH", help="folder of results, or its results.json")
+    report.add_argument(
+        "paths", type=Path, nargs="+", metavar="PATH", help="folder of a run, or of a quickstart's results"
+    )
+    report.add_argument("--out", type=Path, metavar="FILE", help="the page; default: report.html in the (first) folder")
     return parser
 
 
@@ -374,7 +464,12 @@ def _print_anything() -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. `argv` is the command line without the program's name."""
     parser = build_parser()
-    args = parser.parse_args(argv)
+    args, left = parser.parse_known_args(argv)
+    if args.command == "train":  # argparse takes no more KEY=VALUE once an option stood between them
+        args.overrides += [argument for argument in left if not argument.startswith("-")]
+        left = [argument for argument in left if argument.startswith("-")]
+    if left:
+        parser.error(f"unrecognized arguments: {' '.join(left)}")
     asked = args.command == "generate" and not (args.prompt or args.prompt_file or args.prompts)
     if asked and sys.stdin is not None and sys.stdin.isatty():
         parser.error(

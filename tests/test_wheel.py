@@ -25,8 +25,8 @@ def files(root: Path, *folders: str) -> set[str]:
 
 
 SOURCES = files(ROOT / "src", "zaya_hf")
-# Evaluation tasks and model cards: at the root of the repository, inside the package of a wheel.
-RESOURCES = files(ROOT, "eval", "model_cards")
+# Evaluation tasks, model cards and recipes: at the root of the repository, inside the package of a wheel.
+RESOURCES = files(ROOT, "eval", "model_cards", "train")
 
 
 def run(*command: object, cwd: Path, **environment: str) -> str:

@@ -1,4 +1,4 @@
-"""Files that come with zaya_hf and are no Python modules: evaluation tasks and model cards."""
+"""Files that come with zaya_hf and are no Python modules: evaluation tasks, model cards, training recipes."""
 
 from __future__ import annotations
 

@@ -54,6 +54,8 @@ def evaluate(
     items: Path,
     max_length: int,
     batch_size: int = 32,
+    limit: int | None = None,
+    lm_eval_tasks: bool = False,
 ) -> dict[str, Any]:
     """Score `model` on multiple-choice tasks (`acc`) and texts (`bits_per_byte`), as lm-eval's command line would.
 
@@ -68,6 +70,8 @@ def evaluate(
         items: folder that the tasks are told in their metadata.
         max_length: tokens that the model sees at most.
         batch_size: texts at a time. They are padded on the right, which a causal model does not see.
+        limit: only so many items of each task, the first ones.
+        lm_eval_tasks: tasks that are not in `task_folder` may be lm-eval's own, which may fetch their data.
 
     Returns:
         {"seconds": float, "tasks": {name: score}}. A score of choices has `items`, `correct`, `accuracy`, `chance`,
@@ -81,7 +85,7 @@ def evaluate(
     """
     started = time.perf_counter()
     with _quiet(), _mode_kept(model), _random_states_kept():
-        loaded = _load(tasks, task_folder, items)
+        loaded = _load(tasks, task_folder, items, lm_eval_tasks)
         low_precision = model.dtype.itemsize < 4
         scorer = _Scorer(
             pretrained=model,
@@ -92,44 +96,50 @@ def evaluate(
             # Of windows with equal ids that begin to count at different places, the cache scores the wrong tokens.
             logits_cache=False,
         )
-        found = lm_evaluate(scorer, loaded, bootstrap_iters=0, log_samples=True)
+        found = lm_evaluate(scorer, loaded, limit=limit, bootstrap_iters=0, log_samples=True)
     scores = {name: _score(loaded["tasks"][name], found["samples"][name]) for name in tasks}
     return {"seconds": time.perf_counter() - started, "tasks": scores}
 
 
-def describe(tasks: Sequence[str], *, task_folder: Path, items: Path) -> list[dict[str, Any]]:
+def describe(
+    tasks: Sequence[str], *, task_folder: Path, items: Path, lm_eval_tasks: bool = False
+) -> list[dict[str, Any]]:
     """What each task is: `name`, `title`, `kind`, `items`, `version`, `description`; if choices, `choices`, `chance`;
     and `note`, which says what its scores have to be read against, or nothing.
 
     Args:
         tasks: names of tasks in `task_folder`.
         items: folder that the tasks are told in their metadata.
+        lm_eval_tasks: as for `evaluate`.
 
     Raises:
         ValueError: a task is unknown or has another kind of metric, or the items are not there.
     """
     with _quiet(), _random_states_kept():
-        loaded = _load(tasks, task_folder, items)["tasks"]
+        loaded = _load(tasks, task_folder, items, lm_eval_tasks)["tasks"]
     found = []
     for name in tasks:
         task = loaded[name]
-        about = task.config.metadata
+        about = task.config.metadata or {}
         entry = {"name": name, "title": about.get("title", name), "kind": _kind(task), "items": len(task.eval_docs)}
         if entry["kind"] == "choice":
             choices = len(task.doc_to_choice(task.eval_docs[0]))
             entry |= {"choices": choices, "chance": _chance(task)}
         words = {key: about.get(key, "") for key in ("description", "note")}
-        found.append(entry | {"version": about["version"]} | words)
+        found.append(entry | {"version": about.get("version", task.VERSION)} | words)
     return found
 
 
-def _load(tasks: Sequence[str], task_folder: Path, items: Path) -> Any:
+def _load(tasks: Sequence[str], task_folder: Path, items: Path, lm_eval_tasks: bool) -> Any:
     """lm-eval's tasks with their items, as `TaskManager.load` returns them."""
-    manager = TaskManager(include_path=str(task_folder), include_defaults=False, metadata={"items": str(items)})
+    told = {"include_path": str(task_folder), "metadata": {"items": str(items)}}
+    manager = TaskManager(**told, include_defaults=False)
+    known, further = ", ".join(manager.all_subtasks) or "none", ""
+    if lm_eval_tasks and not set(tasks) <= set(manager.all_subtasks):  # looking through all of lm-eval's takes seconds
+        manager, further = TaskManager(**told, include_defaults=True), "; nor has lm-eval one of that name"
     for name in tasks:
         if name not in manager.all_subtasks:
-            known = ", ".join(manager.all_subtasks) or "none"
-            raise ValueError(f"there is no task {name!r} in {task_folder}; its tasks: {known}")
+            raise ValueError(f"there is no task {name!r} in {task_folder}; its tasks: {known}{further}")
     loaded = manager.load(list(tasks))
     for task in loaded["tasks"].values():
         _kind(task)

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-PAD, EOS = "<pad>", "<eos>"
+from zaya_hf.training.data.bpe import EOS, PAD, train_bpe
+
+__all__ = ["EOS", "PAD", "encode_documents", "train_tokenizer"]
+
 _SAMPLE = 1_500_000  # characters; more changes the merges little and takes longer
 _LARGEST_PART = 75_000  # characters of one text in the sample: the language reference must not outweigh all else
 
@@ -20,31 +22,13 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int) -> PreTrainedTokenize
 
     Every byte has an entry, so any text is encoded without an unknown token and decoded to itself.
     """
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[PAD, EOS],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
     sample, size = [], 0
     for text in texts:
         if size >= _SAMPLE:
             break
         sample.append(text[:_LARGEST_PART])
         size += len(sample[-1])
-    tokenizer.train_from_iterator(sample, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token=PAD,
-        eos_token=EOS,
-        bos_token=EOS,
-        clean_up_tokenization_spaces=False,
-    )
+    return train_bpe(sample, vocab_size)
 
 
 def encode_documents(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> torch.Tensor:

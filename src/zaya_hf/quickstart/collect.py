@@ -21,7 +21,7 @@ from zaya_hf.quickstart.jobs import TASK_FOLDER, TASKS, Job
 from zaya_hf.quickstart.models import FAMILIES
 from zaya_hf.quickstart.recipe import Recipe
 from zaya_hf.reporting.results import FORMAT, MADE_BY
-from zaya_hf.training.optim import newton_schulz_dtype
+from zaya_hf.training.newton_schulz import newton_schulz_dtype
 
 # Modules of the quickstart that move no number of a job.
 _SHOWING = ("output", "pipeline", "progress", "publish", "report", "report_words", "search", "summary")

@@ -25,8 +25,8 @@ from zaya_hf.quickstart import data
 from zaya_hf.quickstart.models import build_model, parameter_counts
 from zaya_hf.quickstart.recipe import Recipe
 from zaya_hf.resources import resource
-from zaya_hf.training.checkpoint import remove_checkpoint
-from zaya_hf.training.loop import LoopSettings, TrainingLog, train
+from zaya_hf.training.checkpoint import CheckpointStore
+from zaya_hf.training.simple import LoopSettings, TrainingLog, train
 
 TASK_FOLDER = resource("eval", "tasks", "quickstart")
 TASKS = (
@@ -102,7 +102,7 @@ def run(job: Job, on_step: Callable[[int, float], None], on_stage: Callable[[str
         )
     _write_stage(job, DONE, result)
     (job.folder / TRAINED).unlink(missing_ok=True)
-    remove_checkpoint(job.folder / CHECKPOINT)
+    CheckpointStore(job.folder / CHECKPOINT).remove()
     return result
 
 

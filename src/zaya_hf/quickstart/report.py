@@ -76,15 +76,16 @@ def write_report(results: dict[str, Any], path: Path) -> None:
     write_text(path, build_report(results))
 
 
-def rebuild(path: Path) -> Path:
-    """Make the page again from `path`, a folder with results.json or that file, and return where it is: beside it.
+def rebuild(path: Path, out: Path | None = None) -> Path:
+    """Make the page again from `path`, a folder with results.json or that file, and return where it is: `out`, or
+    beside it.
 
     Raises:
         ValueError: the file is not there, or is not the results of a quickstart.
         OSError: the page cannot be written.
     """
     results, file = read_results(path)
-    page = file.with_name(REPORT)
+    page = file.with_name(REPORT) if out is None else out
     write_report(results, page)
     return page
 

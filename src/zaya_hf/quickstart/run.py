@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.util
+
+from zaya_hf.installed import require
 
 
 def run(args: argparse.Namespace) -> int:
@@ -17,14 +18,3 @@ def run(args: argparse.Namespace) -> int:
     require("the quickstart", "accelerate", "datasets", "lm-eval", "matplotlib", "rich")
     importlib.import_module("zaya_hf.quickstart.pipeline").run(args)
     return 0
-
-
-def require(what: str, *packages: str) -> None:
-    """Check that packages, under their names for pip, are installed for `what`.
-
-    Raises:
-        ValueError: some are not; the message names them and the command that installs them.
-    """
-    missing = [name for name in packages if importlib.util.find_spec(name.replace("-", "_")) is None]
-    if missing:
-        raise ValueError(f"{what} also needs {', '.join(missing)}: pip install {' '.join(missing)}")

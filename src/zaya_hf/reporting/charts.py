@@ -112,6 +112,8 @@ def line_chart(
     description: str,
     y_limits: tuple[float, float] | None = None,
     logarithmic: str = "",
+    reference: Reference | None = None,
+    marked: Sequence[float] = (),
     size: tuple[float, float] = (_WIDTH, 290),
 ) -> str:
     """Lines over a common x axis, each with its name at its right end.
@@ -122,6 +124,8 @@ def line_chart(
         description: what a screen reader says in place of the chart.
         y_limits: what of the y axis is shown; by default all of every line.
         logarithmic: axes of decades: "x", "y" or "xy".
+        reference: a level that the lines are read against.
+        marked: places on the x axis that get a mark at the upper edge.
 
     Raises:
         ValueError: no line, a line without points or with x and y of unequal lengths, a value that a logarithmic axis
@@ -150,6 +154,8 @@ def line_chart(
                 drawn.set_dashes(_DASHES[line.slot % SLOTS])
             if len(line.x) == 1:
                 drawn.set(marker=MARKERS[line.slot % SLOTS], markersize=6)
+        if reference is not None:
+            axes.axhline(reference.value, color=INK, linewidth=1.1, dashes=(3, 2.5), zorder=2)
         if y_limits is not None:
             axes.set_ylim(y_limits)
         first, last = min(min(line.x) for line in lines), max(max(line.x) for line in lines)
@@ -171,6 +177,12 @@ def line_chart(
         axes.grid(True, axis="y", color=GRID, linewidth=1)
         axes.set_xlabel(x_label, color=MUTED, fontsize=11, labelpad=6)
         chart.write(-chart.left, chart.plot_height + 18, y_label, MUTED)
+        if reference is not None:
+            side = -9 if lines[0].y[0] > reference.value else 9  # where the first line is not
+            chart.write(4, chart.place(first, reference.value)[1] + side, reference.label, MUTED)
+        if marked:
+            (marks,) = axes.plot(marked, [1.0] * len(marked), "v", transform=axes.get_xaxis_transform())
+            marks.set(color=INK, markersize=5.5, clip_on=False, zorder=5)
         _label_line_ends(chart, lines, names)
         return chart.finish(description)
 
@@ -368,7 +380,9 @@ def _label_line_ends(chart: Drawing, lines: Sequence[Line], names: Sequence[str]
     places = spread_labels(wanted, _LABEL_GAP, 0, chart.plot_height)
     for line, name, (x, _), y, place in zip(lines, names, ends, wanted, places, strict=True):
         colour = series_colour(line.slot)
+        ends_early = x < chart.plot_width - 1  # a leader across the chart must not be taken for the line
         leader = Line2D([x + 3, chart.plot_width + 13], [y, place], color=colour, linewidth=0.8, clip_on=False)
+        leader.set_alpha(0.4 if ends_early else 1.0)
         leader.set_transform(chart.pixels)
         chart.axes.add_artist(leader)
         chart.write(chart.plot_width + 17, place, name, colour, bold=line.slot == 0)

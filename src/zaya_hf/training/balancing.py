@@ -1,125 +1,238 @@
-"""Balancing of ZAYA's routers: AdamW on the biases, with the error of each expert's share as its gradient.
+"""Balancing of ZAYA's routers: once per optimizer step, a controller moves the biases by the experts' shares.
 
-arXiv 2605.05365, section II-A2, eq. 5. The paper leaves learning rate and betas open. In a toy trial (16 experts, a
-drifting router) 5e-3 reached the noise floor and recovered from a change of data; 1e-3 was too slow to.
+Counts come from the model's output, `tokens_per_slot` with ``output_router_logits=True``. The model makes them outside
+of its layers, of the real tokens of each call, so they are right once under activation checkpointing, which runs layers
+twice, and padding is not in them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from . import controllers
+from .config import BalancingConfig
+
+BIASES = "balancing_biases"
+
 
 class BiasBalancer:
     """Updates the fp32 buffers `balancing_biases` ``[E + 1]`` of some routers, in place, once per optimizer step.
 
-    The gradient of expert e is its share minus 1 / E, where shares count the tokens that an expert took. The last slot,
-    which skips the experts, is apart: its bias stays as it is. No weight decay. The model's buffers are the biases;
-    this object holds AdamW's state for them, and the counts since the last step.
+    The error of an expert is its target, ``(1 - skip_target) / E``, minus its share of all real tokens, those that
+    skipped included. The bias of the last slot, which skips the experts, stays as it is without a `skip_target`; with
+    one the same controller moves it towards that share.
+
+    The buffers are the biases: they may be loaded or set at any time. This object holds the controller's state, on the
+    CPU and in fp32 whatever the model's device, and the counts since the last step. Processes that step with the same
+    counts have the same biases, to the bit.
 
     Args:
         routers: modules with a buffer `balancing_biases`, in the order of the layers, all with as many experts.
-        lr: of probabilities, which the biases are added to; 0: count only.
-        betas, eps: AdamW's.
+        config: controller and gains.
 
     Raises:
-        ValueError: without routers, for different numbers of experts, and for options out of range.
+        ValueError: without routers, for different numbers of experts, for biases in another dtype than fp32.
     """
 
-    def __init__(
-        self,
-        routers: Sequence[nn.Module],
-        lr: float = 5e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-    ):
+    def __init__(self, routers: Sequence[nn.Module], config: BalancingConfig | None = None):
+        self.config = BalancingConfig() if config is None else config
         self._routers = list(routers)
         lengths = {len(biases) for biases in self._buffers()}
         if len(lengths) != 1:
             raise ValueError(f"routers have {sorted(lengths)} slots; expected at least one router, all with as many.")
-        if lr < 0:
-            raise ValueError(f"the balancing learning rate is {lr}; expected at least 0.")
         self._slots = lengths.pop()
-        self._biases = nn.Parameter(self._read())
-        self._optimizer = torch.optim.AdamW([self._biases], lr=lr, betas=betas, eps=eps, weight_decay=0.0)
+        self._experts = self._slots - 1
+        skip_target = self.config.skip_target
+        targets = [(1 - (skip_target or 0.0)) / self._experts] * self._experts
+        self._targets = torch.tensor(targets if skip_target is None else [*targets, skip_target])
+        self._controller = controllers.build(self.config, len(self._routers), len(self._targets))
         self._counts: Tensor | None = None
         self._last: Tensor | None = None
 
     @classmethod
-    def for_model(cls, model: nn.Module, lr: float = 5e-3, **options: Any) -> BiasBalancer | None:
-        """A balancer for every router of `model`; None if it has none with such biases."""
-        routers = [m for m in model.modules() if "balancing_biases" in dict(m.named_buffers(recurse=False))]
-        return cls(routers, lr, **options) if routers else None
+    def for_model(cls, model: nn.Module, config: BalancingConfig | None = None) -> BiasBalancer | None:
+        """A balancer for every router of `model`, which may be wrapped (DDP, PEFT); None if it has none with biases."""
+        routers = list(_routers(model))
+        return cls(routers, config) if routers else None
 
-    def observe(self, tokens_per_slot: Tensor) -> None:
-        """Add the counts of one micro-batch.
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Layers and slots of the counts."""
+        return len(self._routers), self._slots
+
+    def observe(self, tokens_per_slot: Tensor | None) -> None:
+        """Add the counts of one micro-batch; the host waits for nothing.
 
         Args:
             tokens_per_slot: ``[layers, E + 1]`` int64, padding left out: the model's output has them under this name
-                with `output_router_logits=True`.
+                with `output_router_logits=True`. None, as of a model whose output has none, is for `frozen` alone.
 
         Raises:
-            ValueError: for other shapes and dtypes.
+            ValueError: for other shapes and dtypes, and for None if there is something to control.
         """
-        expected = (len(self._routers), self._slots)
-        if tuple(tokens_per_slot.shape) != expected or tokens_per_slot.dtype != torch.int64:
+        if tokens_per_slot is None:
+            if self.config.controller == "frozen":
+                return
+            raise ValueError(
+                "the model has balancing biases but its output has no tokens_per_slot: use zaya_hf's classes with "
+                'output_router_logits=True, or controller "frozen".'
+            )
+        if tuple(tokens_per_slot.shape) != self.shape or tokens_per_slot.dtype != torch.int64:
             raise ValueError(
                 f"tokens_per_slot is {tokens_per_slot.dtype} {list(tokens_per_slot.shape)}; expected torch.int64 "
-                f"{list(expected)}."
+                f"{list(self.shape)}."
             )
         counts = tokens_per_slot.detach()
         self._counts = counts.clone() if self._counts is None else self._counts + counts
 
-    @torch.no_grad()
-    def step(self) -> None:
-        """Update the biases by the counts since the last step; without any, change nothing.
+    def discard(self) -> None:
+        """Forget the counts since the last step: of a step that is skipped."""
+        self._counts = None
 
-        A layer in which no token reached an expert has no error: its biases stay.
+    @torch.no_grad()
+    def step(self, reduce: Callable[[Tensor], Tensor | None] | None = None) -> None:
+        """Update the biases by the counts since the last step; without a token, change nothing.
+
+        Args:
+            reduce: sums ``[layers, E + 1]`` int64 over all processes, in place or into what it returns. Called once, in
+                every process, also in one that observed nothing.
         """
-        if self._counts is None:
-            return
         counts, self._counts = self._counts, None
+        if reduce is not None:
+            if counts is None:
+                counts = torch.zeros(self.shape, dtype=torch.int64, device=self._buffers()[0].device)
+            summed = reduce(counts)
+            counts = counts if summed is None else summed
+        if counts is None:
+            return
+        counts = counts.cpu()
+        tokens = counts.sum(dim=-1)  # integers: no order of summation, no rounding
+        if not tokens.any():
+            return
         self._last = counts
-        before = self._read()  # the buffers are what counts: a checkpoint may have been loaded, or a bias been set
-        taken = counts[:, :-1].to(before.device, torch.float32)
-        total = taken.sum(dim=-1, keepdim=True)
-        error = taken / total.clamp_min(1) - 1 / taken.shape[-1]
-        self._biases.data.copy_(before)
-        self._biases.grad = torch.where(total > 0, error, 0)
-        self._optimizer.step()
-        self._biases.grad = None
-        after = torch.where(total > 0, self._biases, before)
-        for buffer, values in zip(self._buffers(), after, strict=True):
-            buffer[:-1].copy_(values)
+        biases, controlled = self._read(), len(self._targets)
+        shares = counts[:, :controlled].float() / tokens.clamp_min(1).float()[:, None]
+        moved = self._controller.update(biases[:, :controlled], self._targets - shares, tokens > 0)
+        self._write(moved)
 
     def max_violation(self) -> Tensor | None:
-        """``[layers]`` fp32: the busiest expert's load in units of a fair one, minus 1, at the last step.
+        """``[layers]`` fp32 on the CPU: the busiest expert's load in units of a fair one, minus 1, at the last step.
 
-        0 is perfect balance, E - 1 is all tokens on one expert, -1 a layer whose experts got none. None before the
-        first step.
+        Of the tokens that reached an expert. 0 is perfect balance, E - 1 is all tokens on one expert, -1 a layer whose
+        experts got none. None before the first step.
+        """
+        return None if self._last is None else _max_violation(self._last)
+
+    def panel(self) -> dict[str, list[float] | list[int]] | None:
+        """What the routers did at the last step, an entry per layer; None before the first.
+
+        `load_entropy`: H(p) / ln E over the tokens that reached an expert, 1 is perfect balance (0 where none did);
+        `max_violation`: as the method; `skip_rate`: share of all tokens; `dead_experts`: how many got no token;
+        `bias_min`, `bias_max`: of the experts' biases now.
         """
         if self._last is None:
             return None
-        taken = self._last[:, :-1].float()
-        return taken.amax(dim=-1) / taken.sum(dim=-1).clamp_min(1) * taken.shape[-1] - 1
+        taken, biases = self._last[:, :-1], self._read()[:, :-1]
+        return {
+            "load_entropy": _load_entropy(taken).tolist(),
+            "max_violation": _max_violation(self._last).tolist(),
+            "skip_rate": (self._last[:, -1] / self._last.sum(dim=-1).clamp_min(1)).tolist(),
+            "dead_experts": (taken == 0).sum(dim=-1).tolist(),
+            "bias_min": biases.amin(dim=-1).tolist(),
+            "bias_max": biases.amax(dim=-1).tolist(),
+        }
 
     def state_dict(self) -> dict[str, Any]:
-        """AdamW's state and the counts. The biases themselves are in the model's state."""
-        return {"optimizer": self._optimizer.state_dict(), "counts": self._counts, "last": self._last}
+        """All that the next steps depend on, on the CPU; the biases too, which an adapter's files do not have."""
+        counts = None if self._counts is None else self._counts.cpu()
+        return {
+            "controller": self._controller.name,
+            "state": self._controller.state_dict(),
+            "biases": self._read(),
+            "counts": counts,
+            "last": self._last,
+        }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave."""
-        self._optimizer.load_state_dict(state["optimizer"])
-        self._counts, self._last = state["counts"], state["last"]
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` gave; tensors may be lists of their numbers, as JSON has them.
+
+        Of another controller's state biases and counts are taken, and this one starts anew.
+
+        Raises:
+            ValueError: something is missing or has another shape. Nothing was taken over then.
+        """
+        missing = {"controller", "state", "biases", "counts", "last"} - state.keys()
+        if missing:
+            raise ValueError(f"the balancing state has no {', '.join(sorted(missing))}.")
+        read, zeros = {}, torch.zeros(self.shape, dtype=torch.int64)
+        biases = controllers.as_tensor(state["biases"], zeros.float(), "biases of the balancing state")
+        for name in ("counts", "last"):
+            given = state[name]
+            read[name] = (
+                None if given is None else controllers.as_tensor(given, zeros, f"{name} of the balancing state")
+            )
+        controller = controllers.build(self.config, len(self._routers), len(self._targets))
+        if state["controller"] == controller.name:
+            controller.load_state_dict(state["state"])
+        self._controller, self._last = controller, read["last"]
+        self._counts = None if read["counts"] is None else read["counts"].to(self._buffers()[0].device)
+        self._write(biases)
 
     def _buffers(self) -> list[Tensor]:
         """Looked up anew each time: moving a model replaces them."""
-        return [router.get_buffer("balancing_biases") for router in self._routers]
+        buffers = [router.get_buffer(BIASES) for router in self._routers]
+        for buffer in buffers:
+            if buffer.dtype != torch.float32 or buffer.is_meta:
+                raise ValueError(
+                    f"balancing biases are {buffer.dtype} on {buffer.device}; expected torch.float32 (in which small "
+                    "updates do not vanish) on a device with memory."
+                )
+        return buffers
 
     def _read(self) -> Tensor:
-        """``[layers, E]`` fp32, a copy without the skip slot, on the first router's device."""
+        """``[layers, E + 1]`` fp32, a copy on the CPU."""
         buffers = self._buffers()
-        return torch.stack([biases[:-1].detach().to(buffers[0].device, torch.float32) for biases in buffers])
+        return torch.stack([biases.detach().to(buffers[0].device) for biases in buffers]).cpu()
+
+    @torch.no_grad()
+    def _write(self, biases: Tensor) -> None:
+        """The first slots of each layer's buffer; one transfer to each device."""
+        buffers, there = self._buffers(), {}
+        for buffer, layer in zip(buffers, range(len(biases)), strict=True):
+            if buffer.device not in there:
+                there[buffer.device] = biases.to(buffer.device)
+            buffer[: biases.shape[-1]].copy_(there[buffer.device][layer])
+
+
+def _routers(module: nn.Module) -> Iterator[nn.Module]:
+    """Modules with balancing biases, in the model's order. Of PEFT's copies of a module (`modules_to_save`) only the
+    one that computes."""
+    if module._buffers.get(BIASES) is not None:
+        yield module
+        return
+    copies, original = getattr(module, "modules_to_save", None), getattr(module, "original_module", None)
+    if isinstance(copies, nn.ModuleDict) and isinstance(original, nn.Module):
+        names: Any = module.active_adapters
+        active = [name for name in names if name in copies]
+        yield from _routers(copies[active[0]] if active else original)
+        return
+    for child in module.children():
+        yield from _routers(child)
+
+
+def _max_violation(counts: Tensor) -> Tensor:
+    taken = counts[:, :-1].float()
+    return taken.amax(dim=-1) / taken.sum(dim=-1).clamp_min(1) * taken.shape[-1] - 1
+
+
+def _load_entropy(taken: Tensor) -> Tensor:
+    """``[layers]`` of counts ``[layers, E]``."""
+    loads = taken / taken.sum(dim=-1, keepdim=True).clamp_min(1)
+    if taken.shape[-1] == 1:
+        return loads[:, 0]  # one expert: balanced as soon as it has a token
+    return -torch.xlogy(loads, loads).sum(dim=-1) / math.log(taken.shape[-1])

@@ -6,13 +6,14 @@ into it and turns what is wrong into one line.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 __all__ = ["TrainingConfig"]
 
 Positive = Field(gt=0)
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Section(BaseModel):
@@ -75,7 +76,7 @@ class SourceConfig(Section):
     )
     kind: Literal["auto", "text", "jsonl", "parquet", "arrow", "hub", "tokens", "megatron", "flat"] = Field(
         "auto",
-        description="text: a document per file; jsonl: also .gz and .zst; arrow: save_to_disk of datasets; tokens: what "
+        description="text: a document per file; jsonl: also .gz, .zst; arrow: save_to_disk of datasets; tokens: what "
         "`zaya data build` wrote; megatron: .bin with .idx; flat: raw ids, documents ended by eos; auto: by its name",
     )
     weight: float = Field(1.0, gt=0, description="share of the rows, relative to the other sources")
@@ -92,7 +93,7 @@ class ChatConfig(Section):
 
     train_on: Literal["assistant", "last_assistant", "all"] = Field("assistant", description="which turns are targets")
     trim_thinking: bool = Field(
-        True, description="shorten conversations that do not fit by AP-trimming (ZAYA1-8B report, III-A); else drop them"
+        True, description="shorten conversations that do not fit by AP-trimming (ZAYA1-8B report, III-A); else drop"
     )
     think_start: str = "<think>"
     think_end: str = "</think>"
@@ -142,16 +143,16 @@ class ScheduleConfig(Section):
         "cosine", description="wsd: warm-up, stable, linear decay over the last decay_fraction"
     )
     warmup_steps: int = Field(0, ge=0)
-    final_factor: float = Field(0.0, ge=0, le=1, description="of the peak, at the last step")
+    final_factor: float = Field(0.0, ge=0, le=1, description="of the peak, at the end, after the last update")
     decay_fraction: float = Field(0.5, gt=0, le=1, description="of the steps; wsd only")
 
 
 class BalancingConfig(Section):
-    """The routers' balancing biases; arXiv 2605.05365, section II-A2."""
+    """The routers' balancing biases; arXiv 2605.05365, section II-A2. Default gains: of `benchmarks/balancing.py`."""
 
     controller: Literal["adamw", "sign", "pid", "frozen"] = "adamw"
     lr: float = Field(5e-3, gt=0, description="of adamw and sign, in units of probability per step")
-    betas: tuple[float, float] = Field((0.9, 0.999), strict=False, description="adamw")
+    betas: tuple[Beta, Beta] = Field((0.9, 0.999), strict=False, description="adamw")
     eps: float = Field(1e-8, gt=0, description="adamw")
     kp: float = Field(0.0, ge=0, description="pid, on the error (target - share)")
     ki: float = Field(0.2, ge=0, description="pid, on the sum of errors")
@@ -193,7 +194,11 @@ class EvaluationConfig(Section):
 
 
 class LoggingConfig(Section):
-    every: int = Field(1, gt=0, description="steps between two lines; metrics.jsonl has all")
+    every: int | None = Field(
+        None,
+        gt=0,
+        description="steps between two lines where there is no terminal; null: 2 % of all; metrics.jsonl has all",
+    )
     trackers: list[Literal["tensorboard", "wandb"]] = Field(default_factory=list)
     project: str = "zaya"
     peak_tflops: float | None = Field(
@@ -224,7 +229,9 @@ class TrainingConfig(Section):
         "float32", description="of matrix products; bfloat16: autocast, with the residual stream in fp32"
     )
     gradient_clip: float | None = Field(1.0, gt=0, description="largest norm of all gradients together; null: as it is")
-    z_loss: float = Field(0.0, ge=0, description="weight of the squared log-sum-exp of the logits")
+    z_loss: float = Field(
+        0.0, ge=0, description="weight of the squared log-sum-exp of the logits; it is in the loss of metrics.jsonl"
+    )
     activation_checkpointing: bool = False
     ema_decay: float | None = Field(None, gt=0, lt=1, description="keep an exponential moving average of the weights")
     accept_changes: list[str] = Field(

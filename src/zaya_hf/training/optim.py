@@ -3,12 +3,16 @@
 Reference: `torch.optim.Muon` (Jordan et al., https://kellerjordan.github.io/posts/muon/; the learning rate's adjustment
 by shape: Liu et al., arXiv 2502.16982) and `torch.optim.AdamW`. torch's Muon takes 2-D tensors one by one; nine tenths
 of ZAYA1-8B's parameters are 3-D. One object and not two, since sharded checkpoints pair one model with one optimizer.
+
+Sharded parameters (DTensor): the elementwise parts, momentum and AdamW, take them as they are. Muon needs whole
+matrices, and `_whole_matrices` is the one place that knows where they are: in the process itself for replicated
+parameters and for experts that are sharded by expert. Another sharding needs its matrices gathered there.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +20,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from .roles import MUON_ROLES, ROLES, parameter_roles
+from .config import OptimizerConfig
+from .newton_schulz import NS_COEFFICIENTS, newton_schulz_dtype, orthogonalise
+from .roles import MUON_ROLES, ROLES, Role, parameter_roles
 
-__all__ = ["HybridMuon", "build_optimizer", "newton_schulz_dtype", "orthogonalise"]
+__all__ = ["HybridMuon", "build_optimizer", "optimizer_for"]
 
-NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ADJUSTMENTS: dict[str, Callable[[int, int], float]] = {
     "original": lambda rows, columns: math.sqrt(max(1, rows / columns)),
     "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
@@ -30,65 +35,31 @@ ADJUSTMENTS: dict[str, Callable[[int, int], float]] = {
 BATCH_ELEMENTS = 2**28
 
 
-def newton_schulz_dtype(device: torch.device | str) -> torch.dtype:
-    """bf16 on CUDA, ROCm and XPU devices and on CPUs that multiply bf16 matrices natively, fp32 elsewhere.
-
-    A CPU without these instructions emulates them, at a fraction of fp32's speed.
-    """
-    kind = torch.device(device).type
-    if kind == "cpu":
-        capabilities: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # torch 2.11 may not have it
-        native = any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16"))
-    else:
-        native = kind in ("cuda", "xpu")
-    return torch.bfloat16 if native else torch.float32
-
-
-def orthogonalise(
-    matrices: Tensor,
-    coefficients: tuple[float, float, float] = NS_COEFFICIENTS,
-    steps: int = 5,
-    eps: float = 1e-7,
-) -> Tensor:
-    """Bring the singular values of every matrix close to 1 by a quintic Newton-Schulz iteration.
-
-    Args:
-        matrices: ``[N, rows, columns]``, best with rows <= columns (cost grows with rows^2); overwritten. The iteration
-            runs in its dtype.
-        coefficients: of x, x^3 and x^5.
-        steps: of the iteration.
-        eps: smallest Frobenius norm that is divided by. A matrix of zeros stays zero.
-
-    Returns:
-        ``[N, rows, columns]``, singular values between about 0.5 and 1.5.
-    """
-    a, b, c = coefficients
-    x = matrices.div_(torch.linalg.vector_norm(matrices, dim=(-2, -1), keepdim=True).clamp(min=eps))
-    for _ in range(steps):
-        gram = x @ x.mT
-        gram = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.baddbmm(x, gram, x, beta=a)
-    return x
-
-
 @dataclass
 class _Matrices:
-    """One parameter, its momentum's proposal, and where both take part in a batch."""
+    """One parameter, its gradient and momentum, and where they take part in a batch."""
 
     group: dict[str, Any]
-    parameter: Tensor  # [..., rows, columns], a view if gate and up are apart
-    update: Tensor  # of the same shape
+    parameter: Tensor  # [..., rows, columns], a view if gate and up are apart; so are the others
+    gradient: Tensor
+    momentum: Tensor  # with the gradient in it
 
     @property
     def rows_and_columns(self) -> tuple[int, int]:
-        return self.update.shape[-2], self.update.shape[-1]
+        return self.parameter.shape[-2], self.parameter.shape[-1]
+
+    def update(self) -> Tensor:
+        """What is to be orthogonalised. Made when its batch is, since all together are as large as the model."""
+        if not self.group["nesterov"]:
+            return self.momentum
+        return self.gradient.lerp(self.momentum, self.group["momentum"])
 
     @property
     def batch_key(self) -> tuple[Any, ...]:
         """What has to be equal for two to share a batched iteration."""
         group = self.group
         iteration = (tuple(group["ns_coefficients"]), group["ns_steps"], group["muon_eps"])
-        return (*sorted(self.rows_and_columns), self.update.device, group["newton_schulz_dtype"], *iteration)
+        return (*sorted(self.rows_and_columns), self.parameter.device, group["newton_schulz_dtype"], *iteration)
 
     def lay_flat(self, matrices: Tensor) -> Tensor:
         """A view with fewer rows than columns: torch's Muon transposes too."""
@@ -103,7 +74,7 @@ class HybridMuon(torch.optim.Optimizer):
     Decoupled weight decay in both parts. All state exists from the start: `momentum_buffer` for Muon; `step`,
     `exp_avg` and `exp_avg_sq` for AdamW; a checkpoint has the same keys at any time. A parameter without a gradient is
     left alone; an expert without tokens has a gradient of zeros, and moves on by its momentum. A step at `lr` 0 changes
-    no parameter.
+    no parameter; as in torch, gradients still enter the momenta.
 
     Args:
         params: groups, dicts with `params` (tensors, or names with tensors), `role` and optionally `lr`,
@@ -118,7 +89,7 @@ class HybridMuon(torch.optim.Optimizer):
         betas, adamw_eps: AdamW's.
 
     Raises:
-        ValueError: for options out of range, an unknown role, or a rank that does not fit it.
+        ValueError: for options out of range, an unknown role, or a rank or a sharding that does not fit it.
     """
 
     def __init__(
@@ -190,6 +161,11 @@ class HybridMuon(torch.optim.Optimizer):
                 raise ValueError(f"{name} has shape {shape}; the role {group['role']!r} takes {rank} dimensions.")
             if group["role"] == "gate_up_experts" and shape[1] % 2:
                 raise ValueError(f"{name} has shape {shape}; gate and up need an even number of rows on dim 1.")
+            if rank is not None and not _is_whole(parameter):
+                raise ValueError(
+                    f"{name} is sharded as {_placements(parameter)}: its matrices lie in several processes. Muon takes "
+                    "replicated parameters, and experts sharded by expert (Shard(0))."
+                )
 
     def _create_state(self, group: dict[str, Any], parameter: Tensor) -> None:
         state = self.state[parameter]
@@ -211,9 +187,15 @@ class HybridMuon(torch.optim.Optimizer):
         if saved != own:
             raise ValueError(f"the state has groups of roles {saved}; this optimizer has {own}.")
         for theirs, ours in zip(state_dict["param_groups"], self.param_groups, strict=True):
-            different = set(theirs.get("param_names", [])) ^ set(ours.get("param_names", []))
-            if different and "param_names" in theirs and "param_names" in ours:
+            if "param_names" not in theirs or "param_names" not in ours:
+                continue
+            different = set(theirs["param_names"]) ^ set(ours["param_names"])
+            if different:
                 raise ValueError(f"the state has other parameters: {sorted(different)}.")
+            # By number a state goes to the parameter at the same place; by name (torch's sharded states) it finds it.
+            by_number = all(isinstance(key, int) for key in theirs["params"])
+            if by_number and list(theirs["param_names"]) != list(ours["param_names"]):
+                raise ValueError(f"the state has its parameters in another order, from {theirs['param_names'][0]} on.")
         super().load_state_dict(state_dict)
 
     @torch.no_grad()
@@ -246,12 +228,11 @@ class HybridMuon(torch.optim.Optimizer):
             gradient, buffer = parameter.grad, self.state[parameter]["momentum_buffer"]
             assert gradient is not None
             buffer.lerp_(gradient, 1 - momentum)
-            update = gradient.lerp(buffer, momentum) if group["nesterov"] else buffer
-            target: Tensor = parameter
-            if group["role"] == "gate_up_experts":
-                target, update = (t.unflatten(1, (2, -1)) for t in (target, update))
-            if update.numel():
-                yield _Matrices(group, target, update)
+            if group["lr"] == 0:
+                continue
+            matrices = _Matrices(group, *(_whole_matrices(t, group["role"]) for t in (parameter, gradient, buffer)))
+            if matrices.parameter.numel():
+                yield matrices
 
     def _adamw(self, group: dict[str, Any]) -> None:
         parameters = _with_gradient(group)
@@ -304,6 +285,26 @@ def _check_options(group: dict[str, Any]) -> None:
         )
 
 
+def _placements(tensor: Tensor) -> tuple[Any, ...]:
+    """How a DTensor is spread over the processes; nothing for a plain tensor."""
+    return tuple(getattr(tensor, "placements", ()))
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    """Whether the matrices that a process has of a parameter are whole ones."""
+    return all(p.is_replicate() or (tensor.ndim == 3 and p.is_shard(0)) for p in _placements(tensor))
+
+
+def _whole_matrices(tensor: Tensor, role: str) -> Tensor:
+    """The whole matrices ``[..., rows, columns]`` that this process has of a parameter, or of a tensor laid out like
+    it, as a view: what is written into it is written into the tensor.
+
+    For DTensors it is the local part, see `_is_whole`. Replicas each do the same work.
+    """
+    local = tensor.to_local() if _placements(tensor) else tensor  # type: ignore[attr-defined]
+    return local.unflatten(1, (2, -1)) if role == "gate_up_experts" else local
+
+
 def _with_gradient(group: dict[str, Any]) -> list[Tensor]:
     parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
     if any(parameter.grad.layout != torch.strided for parameter in parameters):
@@ -316,11 +317,11 @@ def _divide(members: list[_Matrices]) -> Iterator[list[_Matrices]]:
     batch: list[_Matrices] = []
     size = 0
     for member in members:
-        if batch and size + member.update.numel() > BATCH_ELEMENTS:
+        if batch and size + member.parameter.numel() > BATCH_ELEMENTS:
             yield batch
             batch, size = [], 0
         batch.append(member)
-        size += member.update.numel()
+        size += member.parameter.numel()
     if batch:
         yield batch
 
@@ -328,11 +329,11 @@ def _divide(members: list[_Matrices]) -> Iterator[list[_Matrices]]:
 def _muon(members: list[_Matrices]) -> None:
     """Orthogonalise the updates of `members`, which share a `batch_key`, at once, and apply them."""
     rows, columns = sorted(members[0].rows_and_columns)
-    counts = [member.update.numel() // (rows * columns) for member in members]
+    counts = [member.parameter.numel() // (rows * columns) for member in members]
     group = members[0].group
-    stack = members[0].update.new_empty(sum(counts), rows, columns, dtype=group["newton_schulz_dtype"])
+    stack = members[0].parameter.new_empty(sum(counts), rows, columns, dtype=group["newton_schulz_dtype"])
     for member, part in zip(members, stack.split(counts), strict=True):
-        update = member.lay_flat(member.update)
+        update = member.lay_flat(member.update())
         part.view(update.shape).copy_(update)
     stack = orthogonalise(stack, group["ns_coefficients"], group["ns_steps"], group["muon_eps"])
     for member, part in zip(members, stack.split(counts), strict=True):
@@ -363,15 +364,52 @@ def build_optimizer(
     Raises:
         ValueError: as `parameter_roles` and `HybridMuon`; also if nothing is trainable.
     """
-    roles = parameter_roles(model)
+    return HybridMuon(
+        _groups(model), muon_lr=muon_lr, adamw_lr=adamw_lr, weight_decay=weight_decay, betas=betas, **options
+    )
+
+
+def optimizer_for(model: nn.Module, config: OptimizerConfig) -> HybridMuon:
+    """The optimizer that a run's settings ask for.
+
+    `name` "adamw" is the same class with all that Muon would take under AdamW, so that states, learning rates and what
+    decays are handled alike; `adamw_lr`, or where it is null `lr`, is then the learning rate of everything.
+
+    Raises:
+        ValueError: as `build_optimizer`.
+    """
+    groups = _groups(model, muon=config.name == "hybrid_muon")
+    return HybridMuon(
+        groups,
+        muon_lr=config.lr,
+        adamw_lr=config.lr if config.adamw_lr is None else config.adamw_lr,
+        weight_decay=config.weight_decay,
+        momentum=config.momentum,
+        nesterov=config.nesterov,
+        ns_steps=config.ns_steps,
+        adjust_lr=config.adjust_lr,
+        newton_schulz_dtype=None if config.ns_dtype is None else getattr(torch, config.ns_dtype),
+        betas=config.betas,
+        adamw_eps=config.eps,
+    )
+
+
+def _groups(model: nn.Module, *, muon: bool = True) -> list[dict[str, Any]]:
+    """One parameter group per role; every trainable parameter of `model` is in exactly one.
+
+    Raises:
+        ValueError: as `parameter_roles`; also if nothing is trainable.
+    """
+    roles: dict[str, Role] = parameter_roles(model)
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if roles.keys() != trainable.keys():
         raise ValueError(f"parameters without a role, or twice: {sorted(roles.keys() ^ trainable.keys())}.")
     if not roles:
         raise ValueError(f"{type(model).__name__} has no trainable parameter.")
-    groups = [
+    if not muon:
+        roles = {name: "adamw" if role in MUON_ROLES else role for name, role in roles.items()}
+    return [
         {"params": [(name, trainable[name]) for name in roles if roles[name] == role], "role": role}
         for role in ROLES
         if role in roles.values()
     ]
-    return HybridMuon(groups, muon_lr=muon_lr, adamw_lr=adamw_lr, weight_decay=weight_decay, betas=betas, **options)

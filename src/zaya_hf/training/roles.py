@@ -27,6 +27,9 @@ def parameter_roles(model: nn.Module) -> dict[str, Role]:
       router its logits, and linear layers with one input or output, which are vectors.
     - "adamw_no_decay": vectors, scalars, and biases of any rank.
 
+    The low-rank factors of PEFT's LoRA are "adamw": those of 3-D experts lie behind each other in one matrix, which is
+    none, and of the others only the product acts on anything.
+
     A parameter that several modules share is left to AdamW if one of them would: a tied embedding never reaches Muon.
 
     Raises:
@@ -50,6 +53,8 @@ def parameter_roles(model: nn.Module) -> dict[str, Role]:
 def _role(path: str, module: nn.Module, owner: nn.Module, key: str, parameter: nn.Parameter, *, is_head: bool) -> Role:
     if parameter.ndim < 2 or key.endswith("bias"):
         return "adamw_no_decay"
+    if "lora_" in path or "lora_" in key:
+        return "adamw"
     last = path.rpartition(".")[2]
     if parameter.ndim == 3 and ("expert" in last or "Expert" in type(module).__name__):
         return _expert_role(path, module, key, parameter)
