@@ -240,7 +240,7 @@ class TestShow:
             "        753,608,528  without",
             "counted  9.758e+09  6 x 753,608,528 active parameters without embedding",
             "days of one AMD Instinct MI300X at its peak, 1307.4 TFLOP/s in bfloat16",
-            "weights                  32.93 GiB  8,840,488,784 x 4 bytes (float32)",
+            "weights                32.93 GiB  8,840,488,784 x 4 bytes (float32)",
             "most at a time",
         ):
             assert words in text
