@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedType
 from transformers import PreTrainedTokenizerBase
 
 from ..atomic import write_text
@@ -39,6 +39,8 @@ from .throughput import Throughput
 
 __all__ = ["main"]
 
+SHARDING = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
+
 
 def main(config: TrainingConfig) -> int:
     """Train as `config` says, in this process and those that were started with it; go on where an earlier call ended.
@@ -57,6 +59,11 @@ def main(config: TrainingConfig) -> int:
     with ExitStack() as stack:
         stopper = Stopper(config.guard.wall_clock_minutes)  # the budget runs from here
         accelerator = make_accelerator(config.precision)
+        if accelerator.distributed_type in SHARDING:
+            raise ValueError(
+                f"accelerate is set up for {accelerator.distributed_type.value}: zaya train has all of the model in each "
+                "process (DDP). Start it with another accelerate config, or by `zaya train --processes N`."
+            )
         on_main(lambda: stack.enter_context(run_folder.owned(out)))
         recorder = Recorder.of_run(config, accelerator, out)
         stack.callback(recorder.close)
@@ -147,8 +154,6 @@ def _assemble(
     optimizer = optimizer_for(model, config.optimizer)
     balancer = BiasBalancer.for_model(model, config.balancing)
     inner, (model, optimizer) = model, sharding.prepare(accelerator, model, optimizer)
-    if config.ema_decay is not None and sharding.is_sharded(model):
-        raise ValueError("averaged weights (ema_decay) are not kept for a sharded model: set it to null.")
     ema = None if config.ema_decay is None else ExponentialMovingAverage(inner, config.ema_decay)
     evaluations: list[tuple[int, Any]] = []
     if text.held_out:

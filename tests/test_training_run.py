@@ -1,0 +1,191 @@
+"""Whole runs: what a folder holds at the end, what repeats, what comes next from it, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import DistributedType
+from chat_folders import save_chat_folder
+from transformers import AutoTokenizer
+
+from zaya_hf import ZayaForCausalLM
+from zaya_hf.training import run
+from zaya_hf.training.config import TrainingConfig
+
+MODEL = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_experts": 4,
+    "moe_intermediate_size": 16,
+    "router_hidden_size": 8,
+    "max_position_embeddings": 128,
+}
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two kinds of text, as JSON Lines."""
+    folder, draw = tmp_path_factory.mktemp("texts"), random.Random(0)
+    for name, letters in (("letters", "abcdefgh"), ("digits", "0123456789")):
+        words = ["".join(draw.choices(letters, k=draw.randint(2, 6))) for _ in range(40)]
+        records = [{"text": " ".join(draw.choices(words, k=draw.randint(5, 60)))} for _ in range(40)]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return folder
+
+
+def config(out: Path, texts: Path, **changes: Any) -> TrainingConfig:
+    settings: dict[str, Any] = {
+        "out": str(out),
+        "steps": 6,
+        "model": {"config": MODEL},
+        "tokenizer": {"train_vocab_size": 300},
+        "data": {
+            "sources": [
+                {"path": str(texts / "letters.jsonl"), "weight": 3.0},
+                {"path": str(texts / "digits.jsonl"), "weight": 1.0},
+            ],
+            "held_out_fraction": 0.1,
+            "sequence_length": 48,
+            "packing": "best_fit",
+        },
+        "batch": {"rows": 4, "micro_rows": 2},
+        "optimizer": {"lr": 0.02, "adamw_lr": 0.01},
+        "schedule": {"warmup_steps": 2},
+        "checkpoint": {"every": 2, "keep": 2},
+        "evaluation": {"every": 3},
+        "logging": {"router_panel_every": 2},
+        "activation_checkpointing": True,
+        "ema_decay": 0.9,
+        "z_loss": 1e-4,
+    }
+    return TrainingConfig.model_validate(settings | changes)
+
+
+def records(out: Path, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / name).read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def finished(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("runs") / "pretrained"
+    assert run.main(config(out, texts)) == 0
+    return out
+
+
+def test_what_a_run_leaves(finished: Path) -> None:
+    steps = records(finished, "metrics.jsonl")
+    assert [record["step"] for record in steps] == [1, 2, 3, 4, 5, 6]
+    assert steps[-1]["loss"] < steps[0]["loss"]
+    assert all(record["targets"] > 0 and record["tokens"] > 0 for record in steps)
+    assert [record["step"] for record in steps if "router" in record] == [2, 4, 6]
+    evaluations = records(finished, "evaluations.jsonl")
+    assert [record["step"] for record in evaluations] == [3, 6]
+    assert set(evaluations[0]["sources"]) == {"letters.jsonl", "digits.jsonl"}
+    assert evaluations[-1]["bits_per_byte"] < evaluations[0]["bits_per_byte"]
+    assert [record["event"] for record in records(finished, "events.jsonl")][-1] == "finish"
+    assert sorted(path.name for path in (finished / "checkpoints").iterdir()) == ["step-4", "step-6"]
+    assert (finished / "config.yaml").is_file()
+    assert json.loads((finished / "environment.json").read_text())["model"]["parameters"] > 0
+
+
+def test_the_model_of_a_run_is_that_of_its_last_checkpoint(finished: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(finished / "model")
+    ids = torch.tensor([tokenizer("abc def")["input_ids"]])
+    logits = {}
+    for name in ("model", "model-ema", "checkpoints/step-6/model", "checkpoints/step-6/ema"):
+        with torch.no_grad():
+            logits[name] = ZayaForCausalLM.from_pretrained(finished / name)(ids).logits
+    assert torch.equal(logits["model"], logits["checkpoints/step-6/model"])
+    assert torch.equal(logits["model-ema"], logits["checkpoints/step-6/ema"])
+    assert not torch.allclose(logits["model"], logits["model-ema"])
+
+
+def test_a_finished_run_is_not_repeated(finished: Path, texts: Path) -> None:
+    before = (finished / "metrics.jsonl").read_bytes(), (finished / "evaluations.jsonl").read_bytes()
+    weights = (finished / "model" / "model.safetensors").read_bytes()
+    assert run.main(config(finished, texts)) == 0
+    assert ((finished / "metrics.jsonl").read_bytes(), (finished / "evaluations.jsonl").read_bytes()) == before
+    assert (finished / "model" / "model.safetensors").read_bytes() == weights
+
+
+def test_the_next_phase_goes_on_from_a_run(finished: Path, texts: Path, tmp_path: Path) -> None:
+    """Longer rows, another RoPE base, other shares; the tokenizer and the weights are the run's."""
+    overrides = {"rope_theta": 1e6, "max_position_embeddings": 256}
+    phase = config(
+        tmp_path / "phase",
+        texts,
+        steps=1,
+        model={"checkpoint": str(finished), "overrides": overrides},
+        tokenizer={},
+        data={"sources": [{"path": str(texts / "digits.jsonl")}], "sequence_length": 200},
+        ema_decay=None,
+        optimizer={"lr": 1e-9},
+    )
+    assert run.main(phase) == 0
+    before = ZayaForCausalLM.from_pretrained(finished / "model")
+    after = ZayaForCausalLM.from_pretrained(tmp_path / "phase" / "model")
+    assert after.config.max_position_embeddings == 256
+    assert after.config.rope_parameters["hybrid"]["rope_theta"] == 1e6
+    for name, parameter in before.named_parameters():
+        assert torch.allclose(parameter, after.get_parameter(name), atol=1e-6), name
+
+
+def test_conversations_on_adapters(texts: Path, tmp_path: Path) -> None:
+    """SFT with LoRA of a saved model: prompts are masked, and the folder at the end is an adapter."""
+    base = save_chat_folder(tmp_path / "base")
+    talks = [
+        {"messages": [{"role": "user", "content": f"say {n}"}, {"role": "assistant", "content": f"{n} it is"}]}
+        for n in range(20)
+    ]
+    (tmp_path / "talks.jsonl").write_text("".join(json.dumps(talk) + "\n" for talk in talks))
+    sft = config(
+        tmp_path / "sft",
+        texts,
+        steps=3,
+        model={"checkpoint": str(base), "lora": {"r": 2}},
+        tokenizer={},
+        data={
+            "sources": [{"path": str(tmp_path / "talks.jsonl"), "field": "messages"}],
+            "sequence_length": 96,
+            "packing": "best_fit",
+            "chat": {},
+        },
+        balancing={"controller": "frozen"},
+        ema_decay=None,
+    )
+    assert run.main(sft) == 0
+    assert (tmp_path / "sft" / "model" / "adapter_model.safetensors").is_file()
+    last = records(tmp_path / "sft", "metrics.jsonl")[-1]
+    assert 0 < last["targets"] < last["tokens"] / 3
+    adapted = ZayaForCausalLM.from_pretrained(tmp_path / "sft" / "model")
+    assert any("lora" in name for name, _ in adapted.named_parameters())
+
+
+def test_another_seed_is_refused_and_can_be_accepted(finished: Path, texts: Path) -> None:
+    with pytest.raises(ValueError, match=r"other settings: seed (was|is) "):
+        run.main(config(finished, texts, seed=1))
+
+
+def test_a_folder_of_something_else_is_left_alone(texts: Path, tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("precious")
+    with pytest.raises(ValueError, match="not the folder of an earlier run"):
+        run.main(config(tmp_path, texts))
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+def test_sharding_is_refused(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator = run.make_accelerator()
+    monkeypatch.setattr(type(accelerator), "distributed_type", property(lambda _: DistributedType.FSDP))
+    with pytest.raises(
+        ValueError, match="accelerate is set up for FSDP: zaya train has all of the model in each process"
+    ):
+        run.main(config(tmp_path / "out", texts))
+    assert not (tmp_path / "out").exists()
