@@ -45,6 +45,7 @@ MODULES = (
     "zaya_hf.training.data.order",
     "zaya_hf.training.data.packing",
     "zaya_hf.training.data.rows",
+    "zaya_hf.training.distributed",
     "zaya_hf.training.ema",
     "zaya_hf.training.flops",
     "zaya_hf.training.guard",
@@ -53,11 +54,14 @@ MODULES = (
     "zaya_hf.training.lora",
     "zaya_hf.training.models",
     "zaya_hf.training.optim",
+    "zaya_hf.training.parts",
     "zaya_hf.training.roles",
     "zaya_hf.training.run",
     "zaya_hf.training.schedule",
     "zaya_hf.training.settings_files",
+    "zaya_hf.training.simple",
     "zaya_hf.training.state",
+    "zaya_hf.training.stopping",
 )
 
 

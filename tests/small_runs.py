@@ -94,6 +94,19 @@ class Records:
         return [(kind, step) for kind, step, _ in self.events]
 
 
+class Saves:
+    """Checkpoints that keep nothing but their steps."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def save(self, run: Run) -> None:
+        self.steps.append(run.progress.step)
+
+    def restore(self, run: Run, at_most: int | None = None) -> bool:
+        return False
+
+
 def tiny_model(seed: int = 0, **changes: Any) -> ZayaForCausalLM:
     model = redraw(ZayaForCausalLM(tiny_config(**changes)), seed)
     assert isinstance(model, ZayaForCausalLM)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean
@@ -11,23 +10,16 @@ from typing import Any
 
 import pytest
 
+from benchmark_scripts import BENCHMARKS, benchmark_script
 from zaya_hf.training.config import BalancingConfig
 
-BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 SMALL = ["--steps", "120", "--tokens", "1024", "--seeds", "2"]
 
 
 @pytest.fixture(scope="module")
 def benchmark() -> Iterator[Any]:
-    """The script as a module, imported as `python benchmarks/balancing.py` would find its parts."""
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        import balancing as script
-
-        yield script
-    finally:
-        sys.path.remove(str(BENCHMARKS))
-        sys.modules.pop("balancing", None)
+    with benchmark_script("balancing") as module:
+        yield module
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ No time is asserted: everything runs at narrow widths on few tokens.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,23 +13,17 @@ from typing import Any
 import pytest
 import torch
 
+from benchmark_scripts import benchmark_script
 from zaya_hf import ops
 from zaya_hf.ops import selection
 
-BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 SMALL = ["--device", "cpu", "--small", "--no-compile", "--seconds", "0", "--tokens", "40", "--rows", "3"]
 
 
 @pytest.fixture(scope="module")
 def benchmark() -> Iterator[Any]:
-    """The script as a module, imported as `python benchmarks/ops.py` would find its parts."""
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        import ops as script
-
-        yield script
-    finally:
-        sys.path.remove(str(BENCHMARKS))
+    with benchmark_script("ops") as module:
+        yield module
 
 
 @pytest.fixture(autouse=True)

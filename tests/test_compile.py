@@ -115,7 +115,7 @@ def test_a_compiled_training_step_has_the_same_gradients(implementation: str, ch
     """With packed rows, and without logits, as training is by default."""
     model, ids = build(implementation).train(), random_ids(2, 12)
     if checkpointing:
-        model.gradient_checkpointing_enable()
+        model.activation_checkpointing_enable()
     arguments = {"labels": ids, "use_cache": False, **CALLS["positions"]}
     output = fullgraph(model)(ids, **arguments)
     assert output.logits is None

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rank_processes import run_ranks
-from small_runs import Records, biases, make_run, memory, random_rows, row_of, tiny_model, values
+from small_runs import Records, Saves, biases, make_run, memory, random_rows, row_of, tiny_model, values
 from zaya_hf.testing import random_ids
 from zaya_hf.training.distributed import make_accelerator, total
 from zaya_hf.training.loop import train
@@ -48,7 +48,7 @@ def trained(
     """What a run comes to."""
     model = tiny_model().double() if wide else tiny_model()
     if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.activation_checkpointing_enable({"use_reentrant": False})
     run = make_run(batch, model=model, **options)
     train(run)
     return result(run)
@@ -112,17 +112,6 @@ def bad_on_one(rank: int) -> dict[str, Any]:
     embedding.register_hook(lambda g: g + float("inf") if rank == 1 and len(seen) == 3 else g)
     train(run)
     return {"seen": seen, "events": recorder.kinds(), "guard": run.guard.state_dict()}
-
-
-class Saves:
-    def __init__(self) -> None:
-        self.steps: list[int] = []
-
-    def save(self, run: Run) -> None:
-        self.steps.append(run.progress.step)
-
-    def restore(self, run: Run, at_most: int | None = None) -> bool:
-        return False
 
 
 def stopped_by_one(rank: int) -> dict[str, Any]:

@@ -79,10 +79,13 @@ def test_the_page_of_the_command_line_has_every_command() -> None:
         assert f"`zaya {command}`" in TEXTS["command-line.md"], command
     named = set(re.findall(r"--[a-z][a-z-]+", TEXTS["command-line.md"]))
     known = set()
-    for words in [*([command] for command in zaya_cli.COMMANDS), ["bench", "kernels"]]:
+    complete = [["train"], ["data", "build"], ["data", "show"], ["report"], ["bench", "kernels"], ["doctor"]]
+    for words in [*([command] for command in zaya_cli.COMMANDS), *complete]:
         with pytest.raises(SystemExit), contextlib.redirect_stdout(io.StringIO()) as printed:
             zaya_cli.build_parser().parse_args([*words, "--help"])
-        known |= set(re.findall(r"--[a-z][a-z-]+", printed.getvalue()))
+        options = set(re.findall(r"--[a-z][a-z-]+", printed.getvalue()))
+        known |= options
+        assert words not in complete or options <= named, words
     assert len(SHELL) >= 10
     assert named <= known
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 
+from token_folders import written
 from zaya_hf import ZayaForCausalLM
 from zaya_hf.testing import redraw, tiny_config
 from zaya_hf.training import rng
@@ -33,18 +34,8 @@ def documents(tmp_path: Path) -> Documents:
     """Makes documents of ids: their bytes are 3 times their tokens."""
 
     def make(ids: list[list[int]], name: str = "docs", known: bool = True, **changes: Any) -> TokenDocuments:
-        file = tmp_path / f"{name}.bin"
-        np.array([token for document in ids for token in document], "<u2").tofile(file)
-        lengths = np.array([len(document) for document in ids], np.int64)
-        return TokenDocuments(
-            name=name,
-            shards=[MappedArray(file, "<u2", int(lengths.sum()))],
-            starts=np.cumsum(lengths) - lengths,
-            lengths=lengths,
-            fingerprint=name,
-            bytes=3 * lengths if known else None,
-            **changes,
-        )
+        sizes = [3 * len(document) for document in ids] if known else None
+        return written(tmp_path, ids, sizes, name, **changes)
 
     return make
 

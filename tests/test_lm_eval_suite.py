@@ -14,6 +14,7 @@ import torch
 from accelerate import Accelerator
 from transformers import PreTrainedTokenizerFast
 
+from token_folders import written
 from zaya_hf import ZayaForCausalLM
 from zaya_hf.evaluation import harness
 from zaya_hf.resources import resource
@@ -45,18 +46,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 def tokenised(folder: Path, tokenizer: Any, texts: list[str], name: str = "docs", **changes: Any) -> TokenDocuments:
     """Documents that begin with the id that begins documents and end where their text does."""
     ids = [[tokenizer.bos_token_id, *tokenizer(text).input_ids] for text in texts]
-    file = folder / f"{name}.bin"
-    np.array([token for document in ids for token in document], "<u2").tofile(file)
-    lengths = np.array([len(document) for document in ids], np.int64)
-    return TokenDocuments(
-        name=name,
-        shards=[MappedArray(file, "<u2", int(lengths.sum()))],
-        starts=np.cumsum(lengths) - lengths,
-        lengths=lengths,
-        fingerprint=name,
-        bytes=np.array([len(text.encode()) for text in texts], np.int64),
-        **changes,
-    )
+    return written(folder, ids, [len(text.encode()) for text in texts], name, **changes)
 
 
 @pytest.fixture(scope="module")

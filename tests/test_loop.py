@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from small_runs import Records, biases, make_run, memory, random_rows, row_of, tiny_model, values
+from small_runs import Records, Saves, biases, make_run, memory, random_rows, row_of, tiny_model, values
 from test_simple import make_olmoe
 from zaya_hf.testing import random_ids
 from zaya_hf.training.guard import Diverged
@@ -33,19 +33,6 @@ def assert_close(a: dict[str, Tensor], b: dict[str, Tensor], tolerance: float) -
     assert a.keys() == b.keys()
     for name in a:
         assert (a[name] - b[name]).norm() <= tolerance * b[name].norm().clamp_min(1.0), name
-
-
-class Saves:
-    """Checkpoints that keep nothing but their steps."""
-
-    def __init__(self) -> None:
-        self.steps: list[int] = []
-
-    def save(self, run: Run) -> None:
-        self.steps.append(run.progress.step)
-
-    def restore(self, run: Run, at_most: int | None = None) -> bool:
-        return False
 
 
 class Evaluations:
@@ -86,7 +73,7 @@ def test_recomputation_changes_nothing() -> None:
     for recompute in (False, True):
         model = tiny_model()
         if recompute:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.activation_checkpointing_enable({"use_reentrant": False})
         runs.append(make_run(random_rows(4), model=model, micro_rows=2, router_panel_every=1))
         train(runs[-1])
     plain, recomputed = runs

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from optimizer_runs import copies, draw_gradients, parameters, run
-from zaya_hf.training import optim
+from zaya_hf.training import muon
 from zaya_hf.training.newton_schulz import newton_schulz_dtype, orthogonalise
 from zaya_hf.training.optim import HybridMuon
 
@@ -175,7 +175,7 @@ class TestMuon:
             seen.append(tuple(matrices.shape))
             return orthogonalise(matrices, *rest)
 
-        monkeypatch.setattr(optim, "orthogonalise", spy)
+        monkeypatch.setattr(muon, "orthogonalise", spy)
         wide, tall, experts, gate_up, square = parameters((8, 12), (12, 8), (3, 12, 8), (3, 16, 12), (8, 8))
         groups = [
             {"params": [wide, tall, square], "role": "matrix"},
@@ -195,8 +195,8 @@ class TestMuon:
             sizes.append(len(matrices))
             return orthogonalise(matrices, *rest)
 
-        monkeypatch.setattr(optim, "orthogonalise", spy)
-        monkeypatch.setattr(optim, "BATCH_ELEMENTS", 3 * 8 * 12)
+        monkeypatch.setattr(muon, "orthogonalise", spy)
+        monkeypatch.setattr(muon, "BATCH_ELEMENTS", 3 * 8 * 12)
         run(hybrid(divided, newton_schulz_dtype=torch.float32), divided, range(5))
         assert sizes == [3, 1] * 5
         torch.testing.assert_close(whole, divided, atol=1e-6, rtol=0)
@@ -288,7 +288,7 @@ def mixed(seed: int = 0) -> tuple[list[nn.Parameter], Callable[..., HybridMuon]]
 
 class TestAsAnOptimizer:
     def test_a_step_at_lr_zero_changes_no_parameter(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.delattr(optim, "orthogonalise")  # nor does it iterate for nothing
+        monkeypatch.delattr(muon, "orthogonalise")  # nor does it iterate for nothing
         tensors, build = mixed()
         before = copies(tensors)
         run(build(muon_lr=0.0, adamw_lr=0.0), tensors)

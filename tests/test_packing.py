@@ -201,7 +201,7 @@ def test_gradients_to_1e_10_in_float64() -> None:
 
 def test_gradients_under_checkpointing() -> None:
     model = new_model().train()
-    model.gradient_checkpointing_enable()
+    model.activation_checkpointing_enable()
     batch = batch_of([[4, 5], [3, 1]])
     check_gradients(model, batch, attention_mask=batch.mask, position_ids=batch.positions)
 

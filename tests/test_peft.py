@@ -169,7 +169,7 @@ def test_gradient_checkpointing_changes_no_gradient(use_reentrant: bool) -> None
 
     expected = gradients(adapted(a_model(), **lora_targets(tiny_config())))
     model = adapted(a_model(), **lora_targets(tiny_config()))
-    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    model.activation_checkpointing_enable({"use_reentrant": use_reentrant})
     model.enable_input_require_grads()
     got = gradients(model)
     assert got.keys() == expected.keys()

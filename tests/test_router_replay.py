@@ -129,7 +129,7 @@ def test_gradient_checkpointing_replays_too(use_reentrant: bool) -> None:
     model = a_model().train()
     slots = other_slots()
     _, expected = gradients(model, routed_experts=slots)
-    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    model.activation_checkpointing_enable({"use_reentrant": use_reentrant})
     _, got = gradients(model, routed_experts=slots)
     for name, gradient in expected.items():
         torch.testing.assert_close(got[name], gradient, atol=1e-7, rtol=1e-6, msg=name)

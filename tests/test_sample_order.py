@@ -164,8 +164,8 @@ def test_the_order_is_what_it_always_was() -> None:
 def test_the_round_function_is_splitmix64() -> None:
     """First outputs of the published generator for the seed 1234567."""
     state = np.uint64(1234567)
-    steps = state + order._STEP * np.arange(1, 4, dtype=np.uint64)
-    assert order._mixed(steps).tolist() == [6457827717110365317, 3203168211198807973, 9817491932198370423]
+    steps = state + order.STEP * np.arange(1, 4, dtype=np.uint64)
+    assert order.mixed(steps).tolist() == [6457827717110365317, 3203168211198807973, 9817491932198370423]
 
 
 # ------------------------------------------------------------------------------------------------------------ errors

@@ -472,7 +472,7 @@ def test_gradient_checkpointing_is_exact(cls, use_reentrant):
         if cls is ZayaForTokenClassification:
             model.dropout.p = 0.0
         if checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+            model.activation_checkpointing_enable({"use_reentrant": use_reentrant})
             model.enable_input_require_grads()
         ids, mask = padded((4, 6), "right")
         scores(model(ids, attention_mask=mask)).square().sum().backward()

@@ -56,7 +56,7 @@ class Made(TorchDispatchMode):
 def test_gradients_equal_those_with_logits(dtype: torch.dtype, checkpointing: bool) -> None:
     model = build(dtype)
     if checkpointing:
-        model.gradient_checkpointing_enable()
+        model.activation_checkpointing_enable()
     ids, mask = ids_with_pads()
     got, want = (
         gradients(model, ids, attention_mask=mask),

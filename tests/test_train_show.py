@@ -183,7 +183,7 @@ class TestMemory:
         )
         model = ZayaForCausalLM(config).train()
         if checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.activation_checkpointing_enable({"use_reentrant": False})
         weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
         kept: dict[int, int] = {}
         alive = []

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from accelerate import DistributedType
-from chat_folders import save_chat_folder
 from transformers import AutoTokenizer
 
+from chat_folders import save_chat_folder
 from zaya_hf import ZayaForCausalLM
 from zaya_hf.training import run
 from zaya_hf.training.config import TrainingConfig

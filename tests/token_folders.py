@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from zaya_hf.training.config import SourceConfig
 from zaya_hf.training.data.bpe import train_bpe
-from zaya_hf.training.data.documents import TokenDocuments
+from zaya_hf.training.data.documents import MappedArray, TokenDocuments
 
 TEXTS = [
     "one\r\ntwo",
@@ -45,6 +45,24 @@ def all_ids(documents: TokenDocuments) -> list[list[int]]:
 
 def source(path: Path | str, **fields: Any) -> SourceConfig:
     return SourceConfig(path=str(path), **fields)
+
+
+def written(
+    folder: Path, ids: Sequence[Sequence[int]], sizes: Sequence[int] | None, name: str = "docs", **changes: Any
+) -> TokenDocuments:
+    """Documents of these ids in a file of `folder`; `sizes` are the bytes of their texts."""
+    file = folder / f"{name}.bin"
+    np.array([token for document in ids for token in document], "<u2").tofile(file)
+    lengths = np.array([len(document) for document in ids], np.int64)
+    return TokenDocuments(
+        name=name,
+        shards=[MappedArray(file, "<u2", int(lengths.sum()))],
+        starts=np.cumsum(lengths) - lengths,
+        lengths=lengths,
+        fingerprint=name,
+        bytes=None if sizes is None else np.array(sizes, np.int64),
+        **changes,
+    )
 
 
 def write_megatron(

@@ -117,7 +117,7 @@ def test_narrow_models_keep_their_stream(dtype: torch.dtype, in_fp32: bool, call
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointing_merges_inside_layers_only(reentrant: bool, calls: Counter[str]) -> None:
     model = build().train()
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.activation_checkpointing_enable({"use_reentrant": reentrant})
     model.model.embed_tokens.weight.requires_grad_()
     assert_same(model, ids(2, 6))
     once = {"merge_norm": LAYERS, "norm": LAYERS + LAYERS, "merge": LAYERS}

@@ -25,7 +25,7 @@ from zaya_hf.reporting.charts import (
     line_chart,
     smooth,
 )
-from zaya_hf.reporting.formats import count, duration, interval, number_word, score, short_count
+from zaya_hf.reporting.formats import count, date, duration, interval, number_word, score, short_count
 from zaya_hf.reporting.page import render
 from zaya_hf.reporting.results import check_results, read_results, score_value, scores, spread
 
@@ -57,7 +57,7 @@ def build_report(results: dict[str, Any]) -> str:
         costs=_cost_charts(results),
         several=several,
         own=report_words.OWN,
-        created=report_words.date(results["created"]),
+        created=date(results["created"]),
         seeds=report_words.seeds(results),
         samples=_samples(results),
         search=_search(results),

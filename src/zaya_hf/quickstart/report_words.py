@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from datetime import datetime
 from typing import Any
 
 from zaya_hf.reporting.formats import count, duration, joined, number_word, score, short_count, size
@@ -202,13 +201,3 @@ def _widest(results: Mapping[str, Any]) -> tuple[str, dict[str, Any], Spread] | 
         if task["kind"] == "choice" and len(model["runs"]) > 1
     ]
     return max(found, key=lambda entry: entry[2].high - entry[2].low, default=None)
-
-
-def date(created: str) -> str:
-    """An ISO time as people read it; what is none is shown as it is."""
-    try:
-        time = datetime.fromisoformat(created)
-    except ValueError:
-        return created
-    zone = " UTC" if time.utcoffset() is not None and not time.utcoffset() else ""
-    return f"{time.day} {time.strftime('%B %Y, %H:%M')}{zone}"

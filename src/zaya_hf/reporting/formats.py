@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
+from datetime import datetime
 from typing import Any
 
 # C0 and C1 controls but tab and newline, lone surrogates, and two code points that are no characters
@@ -105,6 +106,16 @@ def plain(value: Any) -> str:
 def words(name: str) -> str:
     """The name of a key as words: hidden_size -> hidden size."""
     return name.replace("_", " ")
+
+
+def date(text: str) -> str:
+    """An ISO time as people read it; what is none is shown as it is."""
+    try:
+        time = datetime.fromisoformat(text)
+    except ValueError:
+        return text
+    zone = " UTC" if time.utcoffset() is not None and not time.utcoffset() else ""
+    return f"{time.day} {time.strftime('%B %Y, %H:%M')}{zone}"
 
 
 def joined(parts: list[str]) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from zaya_hf.reporting.formats import count, duration, joined, number_word, plain, score, short_count
+from zaya_hf.reporting.formats import count, date, duration, joined, number_word, plain, score, short_count
 from zaya_hf.reporting.page import render
 from zaya_hf.reporting.run_charts import charts
 from zaya_hf.reporting.run_files import TrainingRecord, flat, number, read_run
@@ -56,7 +56,7 @@ def build_report(folders: Sequence[Path]) -> str:
         settings=flat(runs[0].config),
         environments=[(run.name, _environment(run)) for run in runs],
         names=[run.name for run in runs],
-        created=_time(max(run.changed for run in runs).isoformat()),
+        created=date(max(run.changed for run in runs).isoformat()),
     )
 
 
@@ -255,16 +255,6 @@ def _environment(run: TrainingRecord) -> list[tuple[str, list[tuple[str, str]]]]
 
 def _value(value: Any) -> str:
     return count(value) if isinstance(value, int) and not isinstance(value, bool) else plain(value)
-
-
-def _time(text: str) -> str:
-    """An ISO time as people read it; what is none is shown as it is."""
-    try:
-        time = datetime.fromisoformat(text)
-    except ValueError:
-        return text
-    zone = " UTC" if time.utcoffset() is not None and not time.utcoffset() else ""
-    return f"{time.day} {time.strftime('%B %Y, %H:%M')}{zone}"
 
 
 def _moment(text: str) -> str:

@@ -246,6 +246,7 @@ class TrainingConfig(Section):
 
     @property
     def tokens_per_step(self) -> int:
+        """Tokens in the rows of one optimizer step, over all processes; padding counts."""
         return self.batch.rows * self.data.sequence_length
 
     @property

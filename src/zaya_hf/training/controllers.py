@@ -85,7 +85,8 @@ class AdamWController(Controller):
     In the order of `torch.optim.AdamW`'s arithmetic, so to the same bits on a CPU.
 
     Args:
-        lr: units of probability.
+        layers, slots: of the biases.
+        lr: the first step's size, in units of probability.
         betas, eps: AdamW's.
     """
 
@@ -119,6 +120,7 @@ class SignController(Controller):
     would wander together, and so against the skip slot, whose bias stays.
 
     Args:
+        layers, slots: of the biases.
         lr: the step, in units of probability.
     """
 
@@ -141,7 +143,8 @@ class PIDController(Controller):
     they started plus the three terms.
 
     Args:
-        kp, ki, kd: biases per share.
+        layers, slots: of the biases.
+        kp, ki, kd: change of a bias per share of the tokens.
         clamp: largest absolute bias; None: any. What would go beyond is dropped, so the integral does not wind up. A
             bias that starts beyond it moves inwards only.
     """
@@ -174,7 +177,7 @@ class FrozenController(Controller):
 
 
 def build(config: BalancingConfig, layers: int, slots: int) -> Controller:
-    """The controller that `config` names, with its gains, at its start."""
+    """The controller that `config` names, with its gains, for biases ``[layers, slots]``, at its start."""
     if config.controller == "adamw":
         return AdamWController(layers, slots, lr=config.lr, betas=config.betas, eps=config.eps)
     if config.controller == "sign":

@@ -65,6 +65,9 @@ def make_accelerator(precision: str = "float32") -> Accelerator:
 
 
 def total(accelerator: Accelerator, values: Tensor) -> Tensor:
-    """The sum of `values` over all processes, the same to the bit in each. Collective; the host does not wait."""
+    """The sum of `values` over all processes of `accelerator`, the same to the bit in each.
+
+    Collective; the host does not wait for the device.
+    """
     summed: Tensor = accelerator.reduce(values, "sum")
     return summed

@@ -46,11 +46,12 @@ class ParameterCount:
 
     @property
     def active_without_embedding(self) -> int:
+        """`active` without the tables at the input and the output: the number that papers on ZAYA1 give."""
         return self.active - self.embedding - self.head
 
 
 def count_parameters(config: ZayaConfig) -> ParameterCount:
-    """Counted on the model itself, built without memory for its weights."""
+    """The numbers for a model of `config`: counted on the model itself, built without memory for its weights."""
     return _count(config.to_json_string(use_diff=False))
 
 
@@ -103,6 +104,7 @@ class FlopCount:
 
     @property
     def total(self) -> float:
+        """The sum at this object's `skip_rate`."""
         return self.at(self.skip_rate)
 
     @property
@@ -120,6 +122,7 @@ def flops_per_token(config: ZayaConfig, sequence_length: int, *, skip_rate: floa
     """FLOPs per token of training at rows of `sequence_length` tokens.
 
     Args:
+        config: of the model; sliding windows of its layers are in the attention's part.
         skip_rate: share of the tokens, mean over layers, that skip the experts; their FLOPs are left out.
 
     Raises:

@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .data.rows import NO_TARGET
 from .parts import Run
 
 __all__ = ["forward", "targets_and_tokens"]
-
-IGNORED = -100
 
 
 def targets_and_tokens(batches: Iterable[Mapping[str, Tensor]]) -> Tensor:
@@ -29,7 +28,7 @@ def targets_and_tokens(batches: Iterable[Mapping[str, Tensor]]) -> Tensor:
             labels = batch["labels"][:, 1:]
         else:
             raise ValueError("the batch has no labels, so there is no loss to train on.")
-        targets = targets + (labels != IGNORED).sum().cpu()
+        targets = targets + (labels != NO_TARGET).sum().cpu()
         mask = batch.get("attention_mask")
         tokens = tokens + (batch["input_ids"].numel() if mask is None else mask.sum().cpu())
     return torch.stack([targets, tokens])

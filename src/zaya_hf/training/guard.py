@@ -33,7 +33,12 @@ class Verdict(Enum):
 
 @dataclass(frozen=True)
 class Judgement:
-    """A verdict; and why, unless the step is taken."""
+    """What is to be done with a step.
+
+    Attributes:
+        verdict: take it, skip it, or go back.
+        reason: what is wrong with the step, in words; empty where it is taken.
+    """
 
     verdict: Verdict
     reason: str = ""
@@ -49,6 +54,9 @@ class Guard:
 
     The judgement follows from numbers that are the same in every process, and from what `state_dict` holds: all
     processes judge alike, and a run that was killed and goes on judges as it would have.
+
+    Args:
+        config: limits; None: `GuardConfig`'s defaults.
 
     Attributes:
         streak: step and data window of the bad steps since the last good one.

@@ -25,13 +25,11 @@ from transformers import PreTrainedTokenizerBase
 from . import rng
 from .config import TrainingConfig
 from .data.documents import TokenDocuments, hashes
-from .data.rows import HeldOutRows
+from .data.rows import NO_TARGET, HeldOutRows
 from .distributed import total
 from .ema import ExponentialMovingAverage
 
 __all__ = ["Evaluator", "some_documents"]
-
-IGNORED = -100
 
 
 @dataclass(frozen=True)
@@ -153,7 +151,7 @@ class Evaluator:
         for batch in rows.batches(rank, world_size, self._micro_rows):
             batch = {name: tensor.to(accelerator.device) for name, tensor in batch.items()}
             loss = model(**batch, use_cache=False, num_items_in_batch=1).loss  # divided by one: the sum
-            targets = (batch["shift_labels"] != IGNORED).sum()
+            targets = (batch["shift_labels"] != NO_TARGET).sum()
             sums += torch.stack([loss.double() * (targets > 0), targets.double()])
         return sums
 

@@ -63,7 +63,11 @@ def launch_processes(command: Sequence[str], processes: int, grace: float = GRAC
 
 
 def launch_accelerate(config_file: str, arguments: Sequence[str]) -> int:
-    """Run `accelerate launch` with a file of its settings, and wait for it.
+    """Run ``accelerate launch --config_file CONFIG_FILE -m zaya_hf.training ARGUMENTS``, and wait for it.
+
+    Args:
+        config_file: path to a file of accelerate's settings.
+        arguments: the recipe or file of settings, and what is changed in it.
 
     SIGTERM, SIGINT and SIGUSR1 are passed on to the processes that it starts and not to itself, who would end them by
     force after 30 seconds.

@@ -14,11 +14,11 @@ from torch import Tensor
 from .distributed import total
 from .forward import forward, targets_and_tokens
 from .guard import Diverged, Judgement, Verdict
-from .parts import Progress, Run, StepSettings
+from .parts import Run
 from .records import step_record
 from .stopping import EXIT_CODES, reason_of
 
-__all__ = ["Outcome", "Progress", "Run", "StepSettings", "train"]
+__all__ = ["Outcome", "train"]
 
 
 @dataclass(frozen=True)

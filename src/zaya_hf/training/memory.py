@@ -13,7 +13,7 @@ from ..configuration_zaya import ZayaConfig
 from ..modeling_zaya import ZayaForCausalLM
 from .config import LoraConfig, TrainingConfig
 from .lora import lora_targets
-from .optim import BATCH_ELEMENTS
+from .muon import BATCH_ELEMENTS
 from .roles import MUON_ROLES, parameter_roles
 
 __all__ = ["MemoryItem", "activation_bytes", "estimate_memory", "peak_bytes"]

@@ -103,7 +103,15 @@ def _align(model: torch.nn.Module) -> None:
 def config_of(
     settings: ModelConfig, *, vocab_size: int | None = None, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> ZayaConfig:
-    """The config of the model that `build` makes, without making it; arguments and errors as there."""
+    """The config of the model that `build` makes, without making it.
+
+    Args:
+        settings: the section `model` of a run's config.
+        vocab_size, tokenizer: as of `build`.
+
+    Raises:
+        ValueError, OSError: as `build` does for what is in `settings`.
+    """
     if settings.checkpoint is not None:
         source = _source(settings.checkpoint)
         base = base_of_adapter(source, _download(settings.revision), {})

@@ -5,7 +5,7 @@ by shape: Liu et al., arXiv 2502.16982) and `torch.optim.AdamW`. torch's Muon ta
 of ZAYA1-8B's parameters are 3-D. One object and not two, since sharded checkpoints pair one model with one optimizer.
 
 Sharded parameters (DTensor): the elementwise parts, momentum and AdamW, take them as they are. Muon needs whole
-matrices, and `_whole_matrices` is the one place that knows where they are: in the process itself for replicated
+matrices, and `whole_matrices` is the one place that knows where they are: in the process itself for replicated
 parameters and for experts that are sharded by expert. Another sharding needs its matrices gathered there.
 """
 
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,50 +20,11 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from .config import OptimizerConfig
-from .newton_schulz import NS_COEFFICIENTS, newton_schulz_dtype, orthogonalise
+from .muon import ADJUSTMENTS, Matrices, is_whole, placements, update_all, whole_matrices
+from .newton_schulz import NS_COEFFICIENTS, newton_schulz_dtype
 from .roles import MUON_ROLES, ROLES, Role, parameter_roles
 
 __all__ = ["HybridMuon", "build_optimizer", "optimizer_for"]
-
-ADJUSTMENTS: dict[str, Callable[[int, int], float]] = {
-    "original": lambda rows, columns: math.sqrt(max(1, rows / columns)),
-    "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
-}
-# Elements that one batched iteration may hold: it needs about four times as much memory as its input. A single
-# parameter is never divided; 2**28 are two of ZAYA1-8B's largest.
-BATCH_ELEMENTS = 2**28
-
-
-@dataclass
-class _Matrices:
-    """One parameter, its gradient and momentum, and where they take part in a batch."""
-
-    group: dict[str, Any]
-    parameter: Tensor  # [..., rows, columns], a view if gate and up are apart; so are the others
-    gradient: Tensor
-    momentum: Tensor  # with the gradient in it
-
-    @property
-    def rows_and_columns(self) -> tuple[int, int]:
-        return self.parameter.shape[-2], self.parameter.shape[-1]
-
-    def update(self) -> Tensor:
-        """What is to be orthogonalised. Made when its batch is, since all together are as large as the model."""
-        if not self.group["nesterov"]:
-            return self.momentum
-        return self.gradient.lerp(self.momentum, self.group["momentum"])
-
-    @property
-    def batch_key(self) -> tuple[Any, ...]:
-        """What has to be equal for two to share a batched iteration."""
-        group = self.group
-        iteration = (tuple(group["ns_coefficients"]), group["ns_steps"], group["muon_eps"])
-        return (*sorted(self.rows_and_columns), self.parameter.device, group["newton_schulz_dtype"], *iteration)
-
-    def lay_flat(self, matrices: Tensor) -> Tensor:
-        """A view with fewer rows than columns: torch's Muon transposes too."""
-        rows, columns = self.rows_and_columns
-        return matrices.mT if rows > columns else matrices
 
 
 class HybridMuon(torch.optim.Optimizer):
@@ -161,9 +121,9 @@ class HybridMuon(torch.optim.Optimizer):
                 raise ValueError(f"{name} has shape {shape}; the role {group['role']!r} takes {rank} dimensions.")
             if group["role"] == "gate_up_experts" and shape[1] % 2:
                 raise ValueError(f"{name} has shape {shape}; gate and up need an even number of rows on dim 1.")
-            if rank is not None and not _is_whole(parameter):
+            if rank is not None and not is_whole(parameter):
                 raise ValueError(
-                    f"{name} is sharded as {_placements(parameter)}: its matrices lie in several processes. Muon takes "
+                    f"{name} is sharded as {placements(parameter)}: its matrices lie in several processes. Muon takes "
                     "replicated parameters, and experts sharded by expert (Shard(0))."
                 )
 
@@ -209,7 +169,7 @@ class HybridMuon(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        batches: dict[tuple[Any, ...], list[_Matrices]] = {}
+        batches: dict[tuple[Any, ...], list[Matrices]] = {}
         for group in self.param_groups:
             if group["role"] in MUON_ROLES:
                 for matrices in self._proposals(group):
@@ -217,11 +177,10 @@ class HybridMuon(torch.optim.Optimizer):
             else:
                 self._adamw(group)
         for members in batches.values():
-            for batch in _divide(members):
-                _muon(batch)
+            update_all(members)
         return loss
 
-    def _proposals(self, group: dict[str, Any]) -> Iterator[_Matrices]:
+    def _proposals(self, group: dict[str, Any]) -> Iterator[Matrices]:
         """Advance the momentum. The matrices that are handed out are those to be orthogonalised by this process."""
         momentum = group["momentum"]
         for parameter in _with_gradient(group):
@@ -230,7 +189,7 @@ class HybridMuon(torch.optim.Optimizer):
             buffer.lerp_(gradient, 1 - momentum)
             if group["lr"] == 0:
                 continue
-            matrices = _Matrices(group, *(_whole_matrices(t, group["role"]) for t in (parameter, gradient, buffer)))
+            matrices = Matrices(group, *(whole_matrices(t, group["role"]) for t in (parameter, gradient, buffer)))
             if matrices.parameter.numel():
                 yield matrices
 
@@ -285,63 +244,11 @@ def _check_options(group: dict[str, Any]) -> None:
         )
 
 
-def _placements(tensor: Tensor) -> tuple[Any, ...]:
-    """How a DTensor is spread over the processes; nothing for a plain tensor."""
-    return tuple(getattr(tensor, "placements", ()))
-
-
-def _is_whole(tensor: Tensor) -> bool:
-    """Whether the matrices that a process has of a parameter are whole ones."""
-    return all(p.is_replicate() or (tensor.ndim == 3 and p.is_shard(0)) for p in _placements(tensor))
-
-
-def _whole_matrices(tensor: Tensor, role: str) -> Tensor:
-    """The whole matrices ``[..., rows, columns]`` that this process has of a parameter, or of a tensor laid out like
-    it, as a view: what is written into it is written into the tensor.
-
-    For DTensors it is the local part, see `_is_whole`. Replicas each do the same work.
-    """
-    local = tensor.to_local() if _placements(tensor) else tensor  # type: ignore[attr-defined]
-    return local.unflatten(1, (2, -1)) if role == "gate_up_experts" else local
-
-
 def _with_gradient(group: dict[str, Any]) -> list[Tensor]:
     parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
     if any(parameter.grad.layout != torch.strided for parameter in parameters):
         raise RuntimeError("HybridMuon takes no sparse gradients: build embeddings with sparse=False.")
     return parameters
-
-
-def _divide(members: list[_Matrices]) -> Iterator[list[_Matrices]]:
-    """`members` in order, in batches of up to `BATCH_ELEMENTS`."""
-    batch: list[_Matrices] = []
-    size = 0
-    for member in members:
-        if batch and size + member.parameter.numel() > BATCH_ELEMENTS:
-            yield batch
-            batch, size = [], 0
-        batch.append(member)
-        size += member.parameter.numel()
-    if batch:
-        yield batch
-
-
-def _muon(members: list[_Matrices]) -> None:
-    """Orthogonalise the updates of `members`, which share a `batch_key`, at once, and apply them."""
-    rows, columns = sorted(members[0].rows_and_columns)
-    counts = [member.parameter.numel() // (rows * columns) for member in members]
-    group = members[0].group
-    stack = members[0].parameter.new_empty(sum(counts), rows, columns, dtype=group["newton_schulz_dtype"])
-    for member, part in zip(members, stack.split(counts), strict=True):
-        update = member.lay_flat(member.update())
-        part.view(update.shape).copy_(update)
-    stack = orthogonalise(stack, group["ns_coefficients"], group["ns_steps"], group["muon_eps"])
-    for member, part in zip(members, stack.split(counts), strict=True):
-        lr = member.group["lr"]
-        target = member.lay_flat(member.parameter)
-        member.parameter.mul_(1 - lr * member.group["weight_decay"])
-        adjusted = lr * ADJUSTMENTS[member.group["adjust_lr"]](*member.rows_and_columns)
-        target.add_(part.view(target.shape), alpha=-adjusted)
 
 
 def build_optimizer(
@@ -370,7 +277,7 @@ def build_optimizer(
 
 
 def optimizer_for(model: nn.Module, config: OptimizerConfig) -> HybridMuon:
-    """The optimizer that a run's settings ask for.
+    """The optimizer for all trainable parameters of `model` that `config`, the section `optimizer` of a run, asks for.
 
     `name` "adamw" is the same class with all that Muon would take under AdamW, so that states, learning rates and what
     decays are handled alike; `adamw_lr`, or where it is null `lr`, is then the learning rate of everything.

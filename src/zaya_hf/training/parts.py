@@ -64,11 +64,15 @@ class Recorder(Protocol):
 
 
 class Evaluator(Protocol):
+    """Measures the model between two steps, in all processes at once."""
+
     def run(self, model: nn.Module, step: int) -> dict[str, Any]:
         """Numbers of `model` after so many steps; collective. Leaves values, mode and random generators alone."""
 
 
 class Average(Protocol):
+    """A moving average of the weights, such as `ema.ExponentialMovingAverage`."""
+
     def update(self) -> None:
         """Follow the weights, after an optimizer step."""
 
@@ -157,6 +161,13 @@ class Run:
         model, optimizer: prepared by it. What the optimizer's groups have as their learning rates now are the peaks.
         schedule: the factor of the peaks for a step, counted from 0.
         data: rows by number.
+        settings: numbers of the loop.
+        guard: judges each step, with `GuardConfig`'s defaults if none is given.
+        stopper: says when to stop early; by default at SIGTERM, SIGINT and SIGUSR1.
+        balancer: moves the routers' biases; None: they stay.
+        ema: follows the weights; None: no average is kept.
+        checkpoints: where the run is saved and goes back to; None: nowhere, so that a run that diverges ends.
+        recorder: is told of steps, events and evaluations; None: nobody is.
         evaluations: evaluators, each with the steps between two runs of it (0: only at the end).
         progress: of an earlier run, if `checkpoints.restore` put it there.
         peaks: learning rates of the groups at factor 1.

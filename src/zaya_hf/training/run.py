@@ -27,8 +27,9 @@ from .flops import count_parameters
 from .guard import Guard
 from .held_out import Evaluator
 from .lm_eval_suite import Suite
-from .loop import Outcome, Run, StepSettings, train
+from .loop import Outcome, train
 from .optim import optimizer_for
+from .parts import Run, StepSettings
 from .ranks import on_main
 from .recorder import Recorder
 from .same_run import RunIdentity
@@ -61,8 +62,8 @@ def main(config: TrainingConfig) -> int:
         accelerator = make_accelerator(config.precision)
         if accelerator.distributed_type in SHARDING:
             raise ValueError(
-                f"accelerate is set up for {accelerator.distributed_type.value}: zaya train has all of the model in each "
-                "process (DDP). Start it with another accelerate config, or by `zaya train --processes N`."
+                f"accelerate is set up for {accelerator.distributed_type.value}: zaya train has all of the model in "
+                "each process (DDP). Start it with another accelerate config, or by `zaya train --processes N`."
             )
         on_main(lambda: stack.enter_context(run_folder.owned(out)))
         recorder = Recorder.of_run(config, accelerator, out)

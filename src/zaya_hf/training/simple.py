@@ -19,7 +19,8 @@ from .checkpoint import CheckpointStore
 from .config import BalancingConfig, GuardConfig
 from .distributed import make_accelerator
 from .guard import Guard
-from .optim import ADJUSTMENTS, build_optimizer
+from .muon import ADJUSTMENTS
+from .optim import build_optimizer
 from .parts import Run, StepSettings
 from .schedule import learning_rate_factor
 from .state import RunCheckpoints

@@ -161,9 +161,7 @@ def restore(run: Run, checkpoint: Checkpoint, seed: int = 0) -> None:
     _load_optimizer(run, folder / OPTIMIZER)
     if run.balancer is not None:
         run.balancer.load_state_dict(torch.load(folder / BALANCING, map_location="cpu", weights_only=True))
-    progress = dict(checkpoint.description["progress"])
-    progress["skipped_windows"] = [(first, last) for first, last in progress["skipped_windows"]]
-    run.progress = Progress(**progress)
+    run.progress = Progress(**checkpoint.description["progress"])
     run.guard.load_state_dict(checkpoint.description["guard"])
     random_numbers = folder / _rng_file(rank())
     if random_numbers.is_file():

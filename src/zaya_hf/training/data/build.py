@@ -45,6 +45,8 @@ class Built:
     Attributes:
         folder: where the tokens are.
         new: False: they were there already.
+        documents, tokens: how many.
+        bytes: UTF-8 bytes of the texts; None for conversations.
         dropped: reason -> number of documents that were left out.
         seconds: it took; 0 where nothing was done.
     """
@@ -63,7 +65,13 @@ class Prepared:
     """A source that every process can open.
 
     Attributes:
+        name: of the source, in logs and messages.
         kind: tokenised, tokens, megatron or flat.
+        files: name -> path; of kinds tokenised and tokens one folder, of megatron the files of ids without their index.
+        eos_id: what ends documents.
+        vocab_size: of the tokenizer; no id of a flat file is beyond it.
+        dtype: of the ids of a flat file.
+        cache_folder: where the places of documents in flat files are kept.
         built: of kind tokenised.
     """
 
@@ -103,6 +111,8 @@ def prepare(
     Text is tokenised again if a file's content (SHA-256), the tokenizer or an option is another.
 
     Args:
+        sources: of the run's config, in the order of the result.
+        tokenizer: with an EOS id.
         cache_folder: for tokenised text and for the places of documents in flat files.
         chat: the records are conversations.
         max_length: tokens of a conversation at most.

@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from .order import STEP, mixed
+
 __all__ = ["MappedArray", "TokenDocuments", "hashes", "held_out_split"]
 
 _PLACES = 64  # of a document, that its hash looks at
@@ -125,9 +127,9 @@ def hashes(documents: TokenDocuments) -> np.ndarray:
         for number in np.unique(shard_of[lengths > 0]):
             here = (shard_of == number) & (lengths > 0)
             ids[here] = documents.shards[number].array[places[here]].astype(np.uint64)
-        state = _mixed(lengths.astype(np.uint64))
+        state = mixed(lengths.astype(np.uint64) + STEP)
         for column in ids.T:
-            state = _mixed(state ^ column)
+            state = mixed((state ^ column) + STEP)
         found[part] = state
     return found
 
@@ -149,11 +151,3 @@ def held_out_split(documents: TokenDocuments, fraction: float) -> tuple[TokenDoc
             "change data.held_out_fraction, or name files in data.held_out"
         )
     return documents.subset(np.flatnonzero(~out)), documents.subset(np.flatnonzero(out))
-
-
-def _mixed(state: np.ndarray) -> np.ndarray:
-    """The finaliser of SplitMix64: every bit of the input moves half of the bits of the output."""
-    state = state + np.uint64(0x9E3779B97F4A7C15)
-    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return state ^ (state >> np.uint64(31))

@@ -24,14 +24,14 @@ ROUNDS = 24
 # Numbers that go into `stream` first, so that different uses of one seed have nothing in common.
 DOCUMENTS, ROWS, MIXTURE = range(3)
 # splitmix64 with variant 13 of its mixer: Steele, Lea and Flood, Fast splittable pseudorandom number generators, 2014.
-_STEP = np.uint64(0x9E3779B97F4A7C15)
+STEP = np.uint64(0x9E3779B97F4A7C15)
 _FACTORS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _SHIFTS = np.uint64(30), np.uint64(27), np.uint64(31)
 
 Unsigned = NDArray[np.uint64]
 
 
-def _mixed(bits: Unsigned) -> Unsigned:
+def mixed(bits: Unsigned) -> Unsigned:
     """The output function of splitmix64: every bit of the result depends on every bit given."""
     bits = (bits ^ (bits >> _SHIFTS[0])) * _FACTORS[0]
     bits = (bits ^ (bits >> _SHIFTS[1])) * _FACTORS[1]
@@ -46,7 +46,7 @@ def stream(*parts: ArrayLike) -> Unsigned:
     """64 random-looking bits for each combination of `parts`, whole numbers from 0 on that are broadcast together."""
     bits = np.zeros(1, dtype=np.uint64)
     for part in parts:
-        bits = _mixed(bits + _STEP + _unsigned(part))
+        bits = mixed(bits + STEP + _unsigned(part))
     return bits
 
 
@@ -93,10 +93,10 @@ def _network(place: Unsigned, columns: Unsigned, rows: Unsigned, key: Unsigned) 
     """A bijection of ``range(columns * rows)``: each round adds to one coordinate a number that hangs on the other."""
     row, column = np.divmod(place, columns)
     for _ in range(ROUNDS // 2):
-        key = key + _STEP
-        column = (column + _mixed(row ^ _mixed(key)) % columns) % columns
-        key = key + _STEP
-        row = (row + _mixed(column ^ _mixed(key)) % rows) % rows
+        key = key + STEP
+        column = (column + mixed(row ^ mixed(key)) % columns) % columns
+        key = key + STEP
+        row = (row + mixed(column ^ mixed(key)) % rows) % rows
     return row * columns + column
 
 

@@ -35,6 +35,10 @@ class Piece(NamedTuple):
 class PackedRows(ABC):
     """Rows of `length` tokens, counted from 0; the order in which they are used is `order`'s business.
 
+    Args:
+        lengths: int64 [documents], tokens of each.
+        length: of a row.
+
     Attributes:
         length: tokens per row, the padding behind its pieces included.
         tokens: tokens in all documents, which are the tokens in all rows.

@@ -40,7 +40,8 @@ Place = tuple["TokenDocuments", PackedRows, int]
 
 
 def to_tensors(arrays: Arrays) -> Batch:
-    """The tensors that a model's forward takes, on the CPU; see `TrainingData.micro_batches`."""
+    """`arrays` as the tensors that a model's forward takes, on the CPU, sharing memory with them; the labels come under
+    both of their names, see `TrainingData.micro_batches`."""
     batch = {name: torch.from_numpy(values) for name, values in arrays.items()}
     batch["shift_labels"] = batch["labels"]
     return batch
@@ -253,7 +254,11 @@ def _said_where(error: Exception, place: str) -> Exception:
 
 # ------------------------------------------------------------------------------------------------------ the same data
 def check_same(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Compare two `TrainingData.identity`: does the number of a sample still mean the same row?
+    """Refuse data in which the number of a sample no longer means the same row: compares two `TrainingData.identity`.
+
+    Args:
+        saved: of the run that is resumed, as its checkpoint has it.
+        now: of the data as it is.
 
     Raises:
         ValueError: naming what differs first, and of a source the file.
