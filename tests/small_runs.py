@@ -81,7 +81,7 @@ class Records:
     def evaluation(self, record: dict[str, Any]) -> None:
         self.evaluations.append(record)
 
-    def rewind(self, step: int) -> None:
+    def rewind(self, step: int, evaluated: int | None = None) -> None:
         self.steps = [record for record in self.steps if record["step"] <= step]
 
     def sync(self) -> None:

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.checkpoint import CheckpointException
 
+from zaya_hf.training import checkpoint
 from zaya_hf.training.checkpoint import Checkpoint, CheckpointStore, newest_model, stand_whole
 
 FILES = {"model/config.json": b"{}", "model/model.safetensors": bytes(range(256)) * 8, "rng-0.pt": b"abc"}
@@ -385,3 +387,37 @@ def test_a_folder_stands_whole(tmp_path: Path) -> None:
         stand_whole(folder, full)
     assert (folder / "rng-0.pt").read_bytes() == b"abc2"
     assert names(tmp_path / "a") == ["model"]
+
+
+def test_one_that_cannot_be_read_is_not_taken_for_a_damaged_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a disk that is away for a moment would start the run anew, and have its checkpoints removed."""
+    store = CheckpointStore(tmp_path)
+    save(store, 2)
+
+    def away(path: Path) -> str:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(checkpoint, "_sha256", away)
+    with pytest.raises(OSError, match=r"step-2 cannot be read .*Permission denied"):
+        store.newest()
+    monkeypatch.undo()
+    assert store.newest() is not None
+
+
+def test_the_way_back_is_spared(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=1)
+    save(store, 4)
+    save(store, 8)
+    store.save(10, fill(0), {}, spare=9)
+    assert store.names() == ["step-10", "step-8"]
+    store.save(11, fill(0), {}, spare=9)
+    assert store.names() == ["step-11", "step-8"]
+    save(store, 12)
+    assert store.names() == ["step-12"]
+
+
+def test_what_torch_could_not_write_is_told() -> None:
+    failure = CheckpointException("save", {0: (OSError(28, "No space left on device"), None)})
+    assert checkpoint.one_line(failure) == "[Errno 28] No space left on device"

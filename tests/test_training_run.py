@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from chat_folders import save_chat_folder
 from zaya_hf import ZayaForCausalLM
 from zaya_hf.training import run
 from zaya_hf.training.config import TrainingConfig
+from zaya_hf.training.held_out import Evaluator
 
 MODEL = {
     "hidden_size": 32,
@@ -172,6 +174,80 @@ def test_conversations_on_adapters(texts: Path, tmp_path: Path) -> None:
 def test_another_seed_is_refused_and_can_be_accepted(finished: Path, texts: Path) -> None:
     with pytest.raises(ValueError, match=r"other settings: seed (was|is) "):
         run.main(config(finished, texts, seed=1))
+
+
+def test_a_run_goes_on_beyond_its_end(finished: Path, texts: Path, tmp_path: Path) -> None:
+    """By a setting that may change; the model of the first end must not be taken for that of the second."""
+    out = tmp_path / "longer"
+    shutil.copytree(finished, out)
+    finishes = [record["event"] for record in records(out, "events.jsonl")].count("finish")
+    evaluator = Evaluator.run
+
+    def seen(*arguments: Any) -> Any:
+        assert not (out / "model").exists()
+        return evaluator(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Evaluator, "run", seen)
+        assert run.main(config(out, texts, steps=9, accept_changes=["steps"])) == 0
+    assert (out / "model" / "model.safetensors").is_file()
+    assert [record["step"] for record in records(out, "evaluations.jsonl")] == [3, 6, 9]
+    assert [record["event"] for record in records(out, "events.jsonl")].count("finish") == finishes + 1
+    with pytest.raises(ValueError, match=r"steps is 5, but the run in .* has done 9 already"):
+        run.main(config(out, texts, steps=5, accept_changes=["steps"]))
+
+
+def test_no_whole_checkpoint_is_no_reason_to_start_anew(finished: Path, texts: Path, tmp_path: Path) -> None:
+    out = tmp_path / "damaged"
+    shutil.copytree(finished, out)
+    for manifest in out.glob("checkpoints/*/manifest.json"):
+        manifest.unlink()
+    before = sorted(path.relative_to(out) for path in (out / "checkpoints").rglob("*"))
+    with pytest.raises(ValueError, match=r"no whole checkpoint to go on from \(step-6, step-4\)"):
+        run.main(config(out, texts))
+    assert sorted(path.relative_to(out) for path in (out / "checkpoints").rglob("*")) == before
+    assert len(records(out, "metrics.jsonl")) == 6
+
+
+def test_a_model_keeps_its_tokenizer(finished: Path, texts: Path, tmp_path: Path) -> None:
+    """Other text may be accepted; a tokenizer trained on it would mean other words by the same ids."""
+    out, more = tmp_path / "more", tmp_path / "texts"
+    shutil.copytree(finished, out)
+    shutil.copytree(texts, more)
+    with (more / "letters.jsonl").open("a") as file:
+        file.write(json.dumps({"text": "xyz " * 400}) + "\n")
+    before = (out / "tokenizer" / "tokenizer.json").read_bytes()
+    with pytest.raises(ValueError, match="letters"):
+        run.main(config(out, more, steps=7, accept_changes=["steps"]))
+    assert run.main(config(out, more, steps=7, accept_changes=["steps", "data"])) == 0
+    assert (out / "tokenizer" / "tokenizer.json").read_bytes() == before
+    (out / "tokenizer" / "tokenizer.json").write_bytes(before.replace(b"[", b"[ ", 1))  # the same, written otherwise
+    assert run.main(config(out, more, steps=7, accept_changes=["steps", "data"])) == 0
+    changed = json.loads(before)
+    changed["model"]["merges"].pop()
+    (out / "tokenizer" / "tokenizer.json").write_text(json.dumps(changed))
+    with pytest.raises(ValueError, match="began with another tokenizer"):
+        run.main(config(out, more, steps=7, accept_changes=["steps", "data"]))
+
+
+def test_adapters_keep_their_base_model(finished: Path, texts: Path, tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    shutil.copytree(finished, base)
+    lora = {
+        "model": {"checkpoint": str(base), "lora": {"r": 2}},
+        "tokenizer": {},
+        "balancing": {"controller": "frozen"},
+        "ema_decay": None,
+        "evaluation": {},
+        "optimizer": {"lr": 1e-3},
+    }
+    assert run.main(config(tmp_path / "lora", texts, steps=1, **lora)) == 0
+    shutil.copy(base / "model-ema" / "model.safetensors", base / "model" / "model.safetensors")
+    with pytest.raises(ValueError, match="began with another base model"):
+        run.main(config(tmp_path / "lora", texts, steps=2, accept_changes=["steps"], **lora))
+    shutil.rmtree(base / "model")
+    with pytest.raises(ValueError, match="adapters need their base model to stay"):
+        run.main(config(tmp_path / "other", texts, steps=1, **lora))
 
 
 def test_a_folder_of_something_else_is_left_alone(texts: Path, tmp_path: Path) -> None:

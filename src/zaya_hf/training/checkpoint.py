@@ -83,7 +83,9 @@ class CheckpointStore:
         self._damaged: set[Path] = set()
         on_main(lambda: folder.mkdir(parents=True, exist_ok=True))
 
-    def save(self, step: int, write: Callable[[Path], None], description: dict[str, Any]) -> Path:
+    def save(
+        self, step: int, write: Callable[[Path], None], description: dict[str, Any], spare: int | None = None
+    ) -> Path:
         """Write the checkpoint of `step`; older ones go only when it stands, and so do those of later steps.
 
         Later steps are those of a run that has gone back to an earlier checkpoint: they are no longer on its way.
@@ -91,6 +93,7 @@ class CheckpointStore:
         Args:
             write: fills the empty folder that it is given; in every process.
             description: JSON values to be had back.
+            spare: keep the newest checkpoint of at most so many steps too, for a way back.
 
         Returns:
             the folder of the checkpoint.
@@ -111,7 +114,7 @@ class CheckpointStore:
             others = [path.name for path, _ in self._found() if path != target]
             still = f"{others[0]} stays as it is" if others else "there is no earlier one"
             raise OSError(f"the checkpoint {target} could not be written ({one_line(error)}); {still}") from error
-        on_main(lambda: self._prune(target, step))
+        on_main(lambda: self._prune(target, step, spare))
         return target
 
     def newest(
@@ -126,9 +129,16 @@ class CheckpointStore:
             say: is told of each newer one that is incomplete or damaged, and why; in the main process only.
             accepts: of whole ones, says by their description whether they count; None: all do.
             at_most: pass over those of more steps.
+
+        Raises:
+            OSError: one cannot be read, which says nothing about whether it is whole.
         """
         found = on_main(lambda: self._newest(say, accepts, at_most))
         return None if found is None else Checkpoint(*found)
+
+    def names(self) -> list[str]:
+        """Of the folders of complete saves, whole or damaged, the newest first."""
+        return on_main(lambda: [path.name for path, _ in self._found()])
 
     def forget_after(self, step: int) -> None:
         """Delete the checkpoints of more steps than `step`: the run has gone back and will not come by them again."""
@@ -192,11 +202,13 @@ class CheckpointStore:
         partial.replace(target)
         _sync_folder(self.folder)
 
-    def _prune(self, current: Path, step: int) -> None:
-        """Remove what is damaged, of later steps or replaced, and all but the newest `keep`."""
+    def _prune(self, current: Path, step: int, spare: int | None) -> None:
+        """Remove what is damaged, of later steps or replaced, and all but the newest `keep` and the one to spare."""
         obsolete = {path for path, other in self._found() if other >= step and path != current} | self._damaged
-        good = [path for path, _ in self._found() if path not in obsolete or path == current]
-        self._remove_if(lambda path, _: path not in good[: self.keep])
+        good = [(path, other) for path, other in self._found() if path not in obsolete or path == current]
+        way_back = [path for path, other in good if spare is not None and other <= spare]
+        stay = {*(path for path, _ in good[: self.keep]), *way_back[:1]}
+        self._remove_if(lambda path, _: path not in stay)
         self._damaged.clear()
 
     def _remove_if(self, goes: Callable[[Path, int], bool]) -> None:
@@ -272,6 +284,9 @@ def damage(path: Path, step: int | None = None) -> str | None:
 
     Args:
         step: that it should be of; None: any.
+
+    Raises:
+        OSError: it cannot be read: of that nobody can tell whether it is whole.
     """
     try:
         manifest = read_json_object(path / MANIFEST, "a checkpoint's manifest")
@@ -292,7 +307,9 @@ def damage(path: Path, step: int | None = None) -> str | None:
                 return f"the SHA-256 of {name} is {digest[:12]}...; {MANIFEST} says {files[name][1][:12]}..."
     except FileNotFoundError:
         return f"{MANIFEST} is missing"
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise OSError(f"checkpoint {path} cannot be read ({one_line(error)}): see to that, or move it away") from error
+    except ValueError as error:
         return one_line(error)
     except (KeyError, TypeError, AttributeError):
         return f"{MANIFEST} is not one that this package wrote"
@@ -349,5 +366,8 @@ def _sync_folder(path: Path) -> None:
 
 def one_line(error: BaseException) -> str:
     """The first line of an error's text that says something; its type where it has none."""
+    if isinstance(error, CheckpointException) and error.failures:
+        failure = next(iter(error.failures.values()))  # an error and its trace
+        return one_line(failure[0])
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__

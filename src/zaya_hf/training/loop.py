@@ -156,7 +156,7 @@ def _roll_back(run: Run, reason: str) -> None:
     guard.roll_backs, run.progress.skipped_windows = roll_backs + 1, left_out  # what a checkpoint does not know
     run.progress.skip(window for _, window in streak)
     if run.recorder is not None:
-        run.recorder.rewind(run.progress.step)
+        run.recorder.rewind(run.progress.step, run.progress.evaluated)
     _event(run, "roll_back", bad_step=bad_at, reason=reason, left_out=[window for _, window in streak])
 
 

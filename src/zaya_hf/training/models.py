@@ -18,9 +18,11 @@ from ..modeling_zaya import ZayaForCausalLM
 from ..weight_files import check_exists
 from .checkpoint import newest_model
 from .config import LoraConfig, ModelConfig, TrainingConfig
+from .data.digests import of_values, sampled
 from .lora import lora_targets
+from .run_folder import CHECKPOINTS
 
-__all__ = ["build", "config_of"]
+__all__ = ["base_digest", "build", "config_of"]
 
 # What a config holds beside its fields: how a part is computed.
 _IMPLEMENTATIONS = ("attn_implementation", "experts_implementation")
@@ -135,6 +137,27 @@ def config_of(
     if tokenizer is not None:
         values = {name: getattr(tokenizer, name) for name in _IDS} | values
     return _from_dict(values, where)
+
+
+def base_digest(config: TrainingConfig) -> str | None:
+    """Of the weights that adapters are for, so that they do not get others on the way; None without LoRA.
+
+    Large files are sampled, see `data.digests`. What comes from the Hub stands for itself by its name and revision.
+
+    Raises:
+        ValueError: the base is a checkpoint of a run that has not ended, which goes as the run goes on.
+    """
+    settings = config.model
+    if settings.lora is None or settings.checkpoint is None or not Path(settings.checkpoint).is_dir():
+        return None
+    folder = Path(_source(settings.checkpoint))
+    if folder.parent.parent.name == CHECKPOINTS:
+        raise ValueError(
+            f"model.checkpoint {settings.checkpoint}: adapters need their base model to stay, and {folder} goes when "
+            "that run goes on. Let the run end, or copy that folder."
+        )
+    files = sorted(path for path in folder.iterdir() if path.suffix in (".safetensors", ".bin"))
+    return of_values([(path.name, sampled(path)) for path in files])
 
 
 # --- configs ----------------------------------------------------------------------------------------------------------

@@ -56,8 +56,8 @@ class Recorder(Protocol):
     def evaluation(self, record: dict[str, Any]) -> None:
         """What an evaluator returned."""
 
-    def rewind(self, step: int) -> None:
-        """Forget what came after so many steps: it will come again."""
+    def rewind(self, step: int, evaluated: int | None = None) -> None:
+        """Forget what came after so many steps, and evaluations after `evaluated`: they will come again."""
 
     def sync(self) -> None:
         """Have what was recorded on the disk: a checkpoint is about to be written that goes on from here."""

@@ -136,13 +136,19 @@ class Recorder:
         if self._console is not None:
             self._console.say(text)
 
-    def rewind(self, step: int) -> None:
+    def rewind(self, step: int, evaluated: int | None = None) -> None:
         """Go back to `step` steps done, as a run does that resumes or rolls back: later lines of metrics.jsonl and
-        evaluations.jsonl go, and what is torn; each file is replaced in one rename. Events stay: they did happen."""
+        evaluations.jsonl go, and what is torn; each file is replaced in one rename. Events stay: they did happen.
+
+        Args:
+            evaluated: the step of the last evaluation before, which is earlier where a run stopped before one that was
+                due; None: `step`.
+        """
         if not self._main:
             return
         last = self._metrics.keep(lambda record: record.get("step", 0) <= step)
-        self._evaluations.keep(lambda record: record.get("step", 0) <= step)
+        evaluated = step if evaluated is None else evaluated
+        self._evaluations.keep(lambda record: record.get("step", 0) <= evaluated)
         self._tokens = last.get("tokens", 0) if last else 0
         if self._trackers is not None:
             self._trackers.rewind(step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,9 +78,16 @@ def main(config: TrainingConfig) -> int:
             seed=config.seed,
             pad_id=text.tokenizer.pad_token_id or 0,
         )
-        identity = RunIdentity(config, data.identity(), recorder.say)
+        others = {"tokenizer": tokenizers.tokenizer_digest(text.tokenizer), "base model": models.base_digest(config)}
+        known = {what: digest for what, digest in others.items() if digest is not None}
+        identity = RunIdentity(config, data.identity(), recorder.say, known)
         store = CheckpointStore(out / run_folder.CHECKPOINTS, config.checkpoint.keep)
         found = store.newest(recorder.say, identity.accepts)
+        if found is None and (names := store.names()):
+            raise ValueError(
+                f"{store.folder} has no whole checkpoint to go on from ({', '.join(names)}): move what is in it away "
+                "to start anew."
+            )
         loader = stack.enter_context(Prefetcher(data, config.data.workers))
         run = _assemble(config, accelerator, text, found, loader)
         run.stopper, run.recorder = stopper, recorder
@@ -87,8 +95,15 @@ def main(config: TrainingConfig) -> int:
             store, seed=config.seed, facts=identity.facts, accepts=identity.accepts, say=recorder.say
         )
         _begin(config, run, recorder, found)
+        steps_left = run.progress.step < config.total_steps
+        if run.progress.step > config.total_steps:
+            raise ValueError(
+                f"steps is {config.total_steps}, but the run in {out} has done {run.progress.step} already."
+            )
+        if steps_left:
+            on_main(lambda: _remove_models(out))
         outcome = train(run)
-        if outcome.stopped is None:
+        if outcome.stopped is None and (steps_left or not (out / run_folder.MODEL).is_dir()):
             _finish(config, run, recorder, text.tokenizer)
         recorder.say(_last_words(config, outcome))
         return outcome.exit_code
@@ -207,7 +222,7 @@ def _begin(config: TrainingConfig, run: Run, recorder: Recorder, found: Checkpoi
     counts = count_parameters(model_config)
     recorder.environment(environment.describe(accelerator, run.model, {"active_parameters": counts.active}))
     on_main(lambda: write_text(Path(config.out) / run_folder.CONFIG, dump(config)))
-    recorder.rewind(run.progress.step)
+    recorder.rewind(run.progress.step, run.progress.evaluated)
     recorder.event("start" if found is None else "resume", run.progress.step)
 
 
@@ -218,6 +233,12 @@ def _finish(config: TrainingConfig, run: Run, recorder: Recorder, tokenizer: Pre
     if run.ema is not None:
         state.export_model(run, out / run_folder.EMA_MODEL, tokenizer, averaged=True)
     recorder.event("finish", run.progress.step)
+
+
+def _remove_models(out: Path) -> None:
+    """Of a run that had ended and goes on: they would be taken for those of its end."""
+    for name in (run_folder.MODEL, run_folder.EMA_MODEL):
+        shutil.rmtree(out / name, ignore_errors=True)
 
 
 def _last_words(config: TrainingConfig, outcome: Outcome) -> str:

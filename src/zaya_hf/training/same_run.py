@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -37,15 +37,22 @@ class RunIdentity:
     Args:
         config: of the run that saves, or wants to go on.
         data: `TrainingData.identity()`.
+        others: digests of what else decides the numbers, by what it is.
         say: is told of versions that differ, which may move the last digits.
     """
 
-    def __init__(self, config: TrainingConfig, data: dict[str, Any], say: Callable[[str], None] | None = None):
-        self._config, self._data, self._say = config, data, say
+    def __init__(
+        self,
+        config: TrainingConfig,
+        data: dict[str, Any],
+        say: Callable[[str], None] | None = None,
+        others: Mapping[str, str] | None = None,
+    ):
+        self._config, self._data, self._say, self._others = config, data, say, dict(others or {})
 
     def facts(self) -> dict[str, Any]:
         """JSON values for the description of a checkpoint."""
-        return {"config": self._config.model_dump(mode="json"), "data": self._data}
+        return {"config": self._config.model_dump(mode="json"), "data": self._data, "others": self._others}
 
     def accepts(self, description: dict[str, Any]) -> bool:
         """True for the description of a checkpoint of the same run.
@@ -63,6 +70,11 @@ class RunIdentity:
                 f"the run in {self._config.out} has other settings: {'; '.join(differences)}. Give it the old ones, "
                 "name those that may change in accept_changes, or choose another out."
             )
+        for what, digest in self._others.items():
+            if description["others"].get(what) != digest:
+                raise ValueError(
+                    f"the run in {self._config.out} began with another {what}: put that back, or choose another out."
+                )
         if "data" not in self._config.accept_changes:
             check_same(description["data"], self._data)
         if self._say is not None:

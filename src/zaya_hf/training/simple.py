@@ -227,7 +227,7 @@ class _Log:
     def evaluation(self, record: dict[str, Any]) -> None:
         """There is none."""
 
-    def rewind(self, step: int) -> None:
+    def rewind(self, step: int, evaluated: int | None = None) -> None:
         """There is no way back."""
 
     def sync(self) -> None:

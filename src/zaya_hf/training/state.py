@@ -72,7 +72,13 @@ class RunCheckpoints:
         Raises:
             OSError: see `CheckpointStore.save`.
         """
-        self.store.save(run.progress.step, lambda folder: write(run, folder), describe(run) | self._facts())
+        streak = run.guard.streak
+        self.store.save(
+            run.progress.step,
+            lambda folder: write(run, folder),
+            describe(run) | self._facts(),
+            spare=streak[0][0] if streak else None,  # a roll-back from these bad steps goes to before the first
+        )
 
     def restore(self, run: Run, at_most: int | None = None) -> bool:
         """Put `run` back to the newest whole checkpoint.

@@ -13,6 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from zaya_hf import atomic
 from zaya_hf.temporary_folders import make_temporary, remove_temporary
 
+from ..checkpoint import sync_tree
 from .bpe import train_bpe
 from .digests import FileHashes, of_values
 from .source_files import RAW_KINDS, locate
@@ -35,7 +36,8 @@ def of_run(config: TrainingConfig, run_folder: Path, *, build: bool = True) -> P
     """The tokenizer of a run, from ``run_folder/tokenizer``, where the main process puts it first.
 
     It comes from `config.tokenizer.path`; or is trained on the sources of `config.data`; or is that of the model that
-    the run starts from; or that of the folders of tokens, if all sources are such.
+    the run starts from; or that of the folders of tokens, if all sources are such. A run that has a checkpoint keeps
+    the one that it has: a model cannot learn other ids halfway.
 
     Args:
         build: True in the main process; the others wait for it, then pass False.
@@ -44,7 +46,8 @@ def of_run(config: TrainingConfig, run_folder: Path, *, build: bool = True) -> P
         ValueError: there is none, the name is none of the hub, or the sources have too little text.
     """
     place = run_folder / TOKENIZER
-    if build:
+    has_begun = place.is_dir() and any((run_folder / "checkpoints").glob("step-*"))
+    if build and not has_begun:
         origin, make = _origin(config, run_folder)
         known = place / _ORIGIN
         if not (known.is_file() and known.read_text(encoding="utf-8") == _as_text(origin)):
@@ -195,6 +198,7 @@ def _save(tokenizer: PreTrainedTokenizerBase, place: Path, origin: dict[str, Any
     try:
         tokenizer.save_pretrained(staging / TOKENIZER)
         atomic.write_text(staging / TOKENIZER / _ORIGIN, _as_text(origin))
+        sync_tree(staging)
         if place.exists():
             shutil.rmtree(place)
         (staging / TOKENIZER).rename(place)
