@@ -22,6 +22,7 @@ WORKDIR /workspace
 COPY Makefile pyproject.toml README.md LICENSE ./
 COPY src src
 COPY eval eval
+COPY train train
 COPY model_cards model_cards
 # The system's Python: in AMD's image, `python3` on the path is another environment with another torch.
 RUN make install PYTHON=/usr/bin/python3 TORCH="${TORCH}" EXTRAS="${EXTRAS}"

@@ -82,7 +82,9 @@ class Records:
         self.evaluations.append(record)
 
     def rewind(self, step: int, evaluated: int | None = None) -> None:
+        evaluated = step if evaluated is None else evaluated
         self.steps = [record for record in self.steps if record["step"] <= step]
+        self.evaluations = [record for record in self.evaluations if record["step"] <= evaluated]
 
     def sync(self) -> None:
         pass

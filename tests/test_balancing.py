@@ -210,6 +210,14 @@ def test_the_panel_where_no_expert_got_a_token() -> None:
     assert (got["load_entropy"], got["max_violation"], got["skip_rate"], got["dead_experts"]) == (0, -1, 1, 4)
 
 
+def test_the_entropy_of_one_busy_expert_is_no_negative_zero() -> None:
+    balancer = BiasBalancer(routers(layers=1), config("frozen"))
+    stepped(balancer, torch.tensor([[9, 0, 0, 0, 0]]))
+    panel = balancer.panel()
+    assert panel is not None
+    assert str(panel["load_entropy"]) == "[0.0]"
+
+
 def test_a_single_expert_is_balanced() -> None:
     modules = routers(layers=1, experts=1)
     balancer = BiasBalancer(modules)

@@ -104,6 +104,27 @@ class TestDocuments:
         assert names(tmp_path / "c") == set()
 
 
+class TestChangedMeanwhile:
+    @pytest.mark.parametrize("back", [False, True])
+    def test_a_file_that_changes_while_it_is_read_is_named(
+        self, lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, back: bool
+    ) -> None:
+        """`back`: it has its old content again before the end, which only its time of change tells."""
+        before, read = lines.read_bytes(), TextSource.records
+
+        def records(self: TextSource, *rest: Any) -> Any:
+            lines.write_bytes(b'{"text": "another"}\n')
+            yield from read(self, *rest)
+            if back:
+                lines.write_bytes(before)
+                os.utime(lines, ns=(1, 1))
+
+        monkeypatch.setattr(TextSource, "records", records)
+        with pytest.raises(ValueError, match=r"a\.jsonl was changed while it was read"):
+            prepare([source(lines)], tokenizer(), tmp_path / "c")
+        assert names(tmp_path / "c") == set()
+
+
 class TestProcesses:
     def test_their_number_does_not_show_in_a_byte(
         self, lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

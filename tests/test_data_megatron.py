@@ -83,6 +83,7 @@ class TestMegatron:
             (lambda data: data + b"\x00" * 3, r"a\.idx is of a multimodal dataset"),
             (lambda data: data[:-8] + struct.pack("<q", 2), "index of documents does not ascend from 0 to 3"),
             (lambda data: data[:34] + struct.pack("<i", -1) + data[38:], "lengths or places that cannot be"),
+            (lambda data: data[:46] + struct.pack("<q", 2**63 - 2) + data[54:], "lengths or places that cannot be"),
             (lambda data: data[:42] + struct.pack("<i", 9) + data[46:], r"a\.bin is damaged: 8 bytes; .* tells of 24"),
         ],
     )
@@ -142,6 +143,12 @@ class TestFlat:
         documents = [[5] * 11 + [1], [6, 1], [7, 8, 1], [1]]
         np.save(tmp_path / "a.npy", np.concatenate(documents))
         assert all_ids(opened(tmp_path / "a.npy", tmp_path / "cache")) == documents
+
+    def test_bytes_behind_an_array_are_refused(self, tmp_path: Path) -> None:
+        np.save(tmp_path / "a.npy", np.array([5, 1, 6, 1]))
+        (tmp_path / "a.npy").write_bytes((tmp_path / "a.npy").read_bytes() + bytes(8))
+        with pytest.raises(ValueError, match=r"a\.npy has 8 bytes behind its array of 4 ids"):
+            opened(tmp_path / "a.npy", tmp_path / "cache")
 
     def test_it_is_read_through_once_per_content(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         calls, ends = [], flat_files._ends

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +128,7 @@ class TestJsonLines:
             (b'{"text": null}', "line 2: the field 'text' is no text but null"),
             (b'{"text": "\xff"}', r"line 2: not UTF-8 \(byte 10\)"),
             (rb'{"text": "ab\ud800"}', "line 2: character 2 of the text is half of a surrogate pair"),
+            (b'{"text": "a", "id": ' + b"1" * 5000 + b"}", "line 2: a number with thousands of digits"),
             (b"[" * 100_000, "line 2: JSON that is nested too deep|line 2: not JSON"),
         ],
     )
@@ -163,6 +166,46 @@ class TestColumns:
         with pytest.raises(ValueError, match=rf"{name} is no whole (Parquet|Arrow) file"):
             texts(tmp_path / name)
 
+    @pytest.mark.parametrize("legacy", [False, True])
+    def test_a_stream_that_ends_between_two_batches_is_refused(self, tmp_path: Path, legacy: bool) -> None:
+        file, column = tmp_path / "a.arrow", pa.table({"text": TEXTS})
+        options = pa.ipc.IpcWriteOptions(use_legacy_format=legacy)
+        with pa.ipc.new_stream(file, column.schema, options=options) as stream:
+            stream.write_table(column, max_chunksize=9)
+        assert texts(file) == TEXTS
+        file.write_bytes(file.read_bytes()[: -4 if legacy else -8])
+        with pytest.raises(ValueError, match=r"a\.arrow is no whole Arrow file: it ends between two batches"):
+            texts(file)
+
+    @pytest.mark.parametrize("name", ["a.parquet", "a.feather"])
+    def test_a_text_that_is_not_utf8_is_named_by_row(self, tmp_path: Path, name: str) -> None:
+        bad = pa.array([b"a"] * 300 + [b"ab\xff"]).cast(pa.binary()).view(pa.string())
+        write = pq.write_table if name == "a.parquet" else pyarrow.feather.write_feather
+        write(pa.table({"text": bad}), tmp_path / name)
+        with pytest.raises(ValueError, match=rf"{name}, row 301: not UTF-8 \(byte 2\)"):
+            texts(tmp_path / name)
+
+    @pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
+    def test_a_column_that_is_there_twice_is_refused(self, tmp_path: Path, name: str) -> None:
+        table = pa.table([["a"], ["b"]], names=["text", "text"])
+        if name == "a.parquet":
+            pq.write_table(table, tmp_path / name)
+        else:
+            with pa.ipc.new_stream(tmp_path / name, table.schema) as stream:
+                stream.write_table(table)
+        with pytest.raises(ValueError, match=rf"{name}: the column 'text' is there 2 times"):
+            texts(tmp_path / name)
+
+    @pytest.mark.parametrize(
+        ("content", "said"),
+        [("{", "it is not JSON"), ("[]", "no list '_data_files'"), ('{"_data_files": [{"a": 1}]}', "without names")],
+    )
+    def test_a_damaged_description_of_a_saved_dataset_is_named(self, tmp_path: Path, content: str, said: str) -> None:
+        datasets.Dataset.from_dict({"text": ["a"]}).save_to_disk(tmp_path / "d")
+        (tmp_path / "d" / "state.json").write_text(content)
+        with pytest.raises(ValueError, match=rf"state\.json is damaged: .*{said}"):
+            texts(tmp_path / "d")
+
     def test_a_null_is_named_by_row(self, tmp_path: Path) -> None:
         pq.write_table(pa.table({"text": ["a"] * 300 + [None]}), tmp_path / "a.parquet")
         with pytest.raises(ValueError, match=r"a\.parquet, row 301: the field 'text' is no text but null"):
@@ -199,6 +242,7 @@ class TestConversations:
             ("hello", "line 1, messages: expected a list of messages, found str"),
             ([3], "line 1, messages: message 1 is not an object"),
             ([TALK[0], {"content": "a"}], 'line 1, messages: message 2 has no text "role"'),
+            ([TALK[0], {**TALK[1], "x": ["\udc00"]}], "line 1, messages: message 2 has half of a surrogate pair"),
             ([{"role": "user", "content": 3}], 'message 1 has no text "role", or a "content" that is no text'),
         ],
     )
@@ -277,6 +321,29 @@ class TestKinds:
         with pytest.raises(ValueError, match=message):
             TextSource(source(f"{tmp_path}/{path}", **fields))
 
+    def test_a_home_folder_that_is_not_there(self) -> None:
+        with pytest.raises(ValueError, match="~nosuchuser/x: the home folder of ~nosuchuser is not known"):
+            locate(source("~nosuchuser/x"))
+
+    @pytest.mark.skipif(sys.version_info >= (3, 13), reason="Python takes the pattern")
+    def test_a_pattern_that_python_does_not_take(self, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match=r"a\*\*b is no pattern that can be looked for"):
+            locate(source(f"{tmp_path}/a**b"))
+
+    def test_a_folder_that_cannot_be_listed_is_named(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (tmp_path / "in").mkdir()
+        (tmp_path / "a.txt").write_text("a")
+        scan = os.scandir
+
+        def refused(path: Any) -> Any:
+            if str(path).endswith("/in"):
+                raise PermissionError(13, "Permission denied", str(path))
+            return scan(path)
+
+        monkeypatch.setattr(os, "scandir", refused)
+        with pytest.raises(ValueError, match="/in: Permission denied"):
+            locate(source(tmp_path))
+
     def test_some_of_a_mixed_folder(self, tmp_path: Path) -> None:
         (tmp_path / "README.md").write_text("read me")
         (tmp_path / "a.jsonl").write_text('{"text": "a"}')
@@ -284,7 +351,13 @@ class TestKinds:
 
     @pytest.mark.parametrize(
         ("path", "name"),
-        [("data/a.jsonl", "a.jsonl"), ("{stdlib}/", "stdlib"), ("org/name", "name"), ("a/*", "source")],
+        [
+            ("data/a.jsonl", "a.jsonl"),
+            ("{stdlib}/", "stdlib"),
+            ("org/name", "name"),
+            ("a/*", "source"),
+            ("x/" + "a" * 200, "a" * 100),
+        ],
     )
     def test_names(self, path: str, name: str) -> None:
         assert source_name(source(path)) == name

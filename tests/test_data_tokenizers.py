@@ -78,6 +78,24 @@ class TestOfRun:
         changed = tokenizers.of_run(asked, tmp_path / "run")
         assert tokenizers.tokenizer_digest(changed) != tokenizers.tokenizer_digest(first)
 
+    def test_a_run_that_has_begun_keeps_its_own(self, tmp_path: Path) -> None:
+        """Not one whose first save was killed: that starts anew, with the tokenizer that is asked for now."""
+        file, out = text(tmp_path / "a.txt", "\n".join(TEXTS) * 3), tmp_path / "run"
+        assert len(tokenizers.of_run(config(out, file, train_vocab_size=280), out)) == 280
+        (out / "checkpoints" / "step-2.tmp").mkdir(parents=True)
+        assert len(tokenizers.of_run(config(out, file, train_vocab_size=270), out)) == 270
+        (out / "checkpoints" / "step-2").mkdir()
+        assert len(tokenizers.of_run(config(out, file, train_vocab_size=280), out)) == 270
+
+    def test_a_torn_one_says_what_to_do(self, tmp_path: Path) -> None:
+        file, out = text(tmp_path / "a.txt", "\n".join(TEXTS) * 3), tmp_path / "run"
+        asked = config(out, file, train_vocab_size=280)
+        tokenizers.of_run(asked, out)
+        whole = (out / "tokenizer" / "tokenizer.json").read_bytes()
+        (out / "tokenizer" / "tokenizer.json").write_bytes(whole[:100])
+        with pytest.raises(ValueError, match=r"no tokenizer at \S+tokenizer: [^\n]+; delete that folder, and the same"):
+            tokenizers.of_run(asked, out)
+
     def test_weights_decide_what_is_learnt(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(tokenizers, "_SAMPLE", (600, 600))
         files = [text(tmp_path / "a.txt", "qx " * 2000), text(tmp_path / "b.txt", "jk " * 2000)]

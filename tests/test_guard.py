@@ -243,15 +243,16 @@ def test_killed_before_within_and_after_the_bad_steps(step: int, tmp_path: Path,
     assert run.guard.roll_backs == 1
 
 
-def test_stopped_and_saved_within_the_bad_steps(tmp_path: Path, clean: Any) -> None:
+@pytest.mark.parametrize("keep", [1, 2])
+def test_stopped_and_saved_within_the_bad_steps(keep: int, tmp_path: Path, clean: Any) -> None:
     """What is saved then is not what the run goes back to: that is from before them."""
     rows = rows_of(WINDOWS, (3, 4, 5))
-    run, records = guarded(rows, tmp_path, stopper=Stopper())
+    run, records = guarded(rows, tmp_path, keep=keep, stopper=Stopper())
     records.after_step = lambda record: os.kill(os.getpid(), signal.SIGUSR1) if record["step"] == 3 else None
     outcome = train(run)
     assert (outcome.stopped, outcome.steps, outcome.exit_code) == ("SIGUSR1", 4, 0)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-2", "step-4"]
-    run, records = guarded(rows, tmp_path)
+    run, records = guarded(rows, tmp_path, keep=keep)
     assert run.progress.step == 4
     train(run)
     assert ("roll_back", 2) in records.kinds()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -125,6 +126,22 @@ class TestNumbers:
         found = evaluator(documents(drawn([9]))).run(model, 0)
         assert found["loss"] > 700
         assert found["perplexity"] == math.inf
+
+    def test_sources_of_one_name_all_stay(self, model: ZayaForCausalLM, documents: Documents) -> None:
+        sizes = {"a": [5], "b": [9], "c": [7], "d": [3]}
+        names = ["x", "x", "x (2)", "x"]
+        sources = [
+            replace(documents(drawn(lengths), file), name=name)
+            for (file, lengths), name in zip(sizes.items(), names, strict=True)
+        ]
+        found = evaluator(*sources).run(model, 0)["sources"]
+        assert {name: numbers["targets"] for name, numbers in found.items()} == {
+            "x": 4, "x (3)": 8, "x (2)": 6, "x (4)": 2,
+        }  # fmt: skip
+
+    def test_no_source_is_an_error(self) -> None:
+        with pytest.raises(ValueError, match="at least one held-out source"):
+            evaluator()
 
 
 class TestProcesses:

@@ -325,7 +325,7 @@ class TestStopped:
         assert error.strip() == "zaya quickstart: interrupted"
         assert "stopped    the same command goes on where it was" in rest
         assert {path.name for path in out.iterdir()} == {"runs", "evaluation", ".zaya-quickstart"}
-        (state,) = (out / "runs" / "llama-seed0").glob("checkpoint/step-*/progress.json")
+        (state,) = (out / "runs" / "llama-seed0").glob("checkpoint/step-*/manifest.json")
         step = int(state.parent.name.removeprefix("step-"))
         assert 100 < step < 150  # the checkpoint of the interruption: the others are of 100 and 150
         _, alive = psutil.wait_procs(processes, timeout=30)

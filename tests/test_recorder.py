@@ -110,6 +110,16 @@ class TestRewind:
         (event,) = lines(tmp_path / "events.jsonl")
         assert (event["event"], event["step"]) == ("checkpoint", 6)
 
+    def test_an_evaluation_that_comes_again_goes(self, tmp_path: Path) -> None:
+        """A run that was told to stop saves step 6 before the evaluation of step 6."""
+        recorder = Recorder(tmp_path)
+        for step in (3, 6):
+            recorder.step(record(step))
+            recorder.evaluation({"kind": "held_out", "step": step, "loss": 1.0})
+        recorder.rewind(6, evaluated=3)
+        assert [entry["step"] for entry in lines(tmp_path / "metrics.jsonl")] == [3, 6]
+        assert [entry["step"] for entry in lines(tmp_path / "evaluations.jsonl")] == [3]
+
     def test_before_anything_was_written(self, tmp_path: Path) -> None:
         Recorder(tmp_path).rewind(0)
         assert list(tmp_path.iterdir()) == []

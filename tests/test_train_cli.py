@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 import zaya_cli
 from commands import error_line, zaya
@@ -144,6 +145,27 @@ class TestOneProcess:
         monkeypatch.setenv("ZAYA_DEBUG", "1")
         with pytest.raises(KeyError):
             process.main([str(file)])
+
+    @pytest.mark.parametrize(
+        "error",
+        [
+            RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer"),
+            dist.DistNetworkError("Connection closed by peer"),
+        ],
+    )
+    def test_the_end_of_another_process_is_told(
+        self, error: Exception, file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def broken(config: TrainingConfig) -> int:
+            raise error
+
+        monkeypatch.setattr(run, "main", broken)
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        monkeypatch.setenv("RANK", "0")
+        assert process.main([str(file)]) == 1
+        said = capsys.readouterr().err
+        assert said.startswith("zaya train: error (process 0): another process of the run has ended or cannot be reach")
+        assert said.endswith("Connection closed by peer)\n")
 
 
 def script(text: str) -> list[str]:

@@ -178,7 +178,7 @@ def test_every_byte_of_a_manifest_counts(tmp_path: Path) -> None:
     assert {whole[place : place + 1] for place in silent} <= {b" ", b"\n"}
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 1, "step": 2, "files": []}', '{"format": 2}', "{" * 5000])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 1, "step": 2, "files": []}', '{"format": 0}', "{" * 5000])
 def test_what_is_no_manifest(text: str, tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     save(store, 2)
@@ -404,6 +404,52 @@ def test_one_that_cannot_be_read_is_not_taken_for_a_damaged_one(
         store.newest()
     monkeypatch.undo()
     assert store.newest() is not None
+
+
+def test_one_of_a_later_version_is_not_taken_for_a_damaged_one(tmp_path: Path) -> None:
+    """Else the run would go on from an older one, and the next save remove it."""
+    store = CheckpointStore(tmp_path, keep=2)
+    save(store, 1)
+    save(store, 2)
+    (tmp_path / "step-2" / "manifest.json").write_text('{"format": 2}', encoding="utf-8")
+    with pytest.raises(ValueError, match=r"step-2 has format 2, this version reads 1: go on with the version"):
+        store.newest()
+    with pytest.raises(ValueError, match="step-2 has format 2"):
+        newest_model(tmp_path / "step-2")
+
+
+def test_a_folder_that_cannot_be_read_is_not_taken_for_an_empty_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = CheckpointStore(tmp_path)
+    save(store, 2)
+
+    def away(path: Any) -> Any:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "listdir", away)
+    monkeypatch.setattr(os, "scandir", away)
+    with pytest.raises(OSError, match="Permission denied"):
+        store.newest()
+    with pytest.raises(OSError, match="Permission denied"):
+        save(store, 3)
+
+
+def test_a_file_that_cannot_be_looked_at_is_not_taken_for_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = CheckpointStore(tmp_path)
+    save(store, 2)
+    real = Path.stat
+
+    def away(path: Path, **options: Any) -> Any:
+        if path.name == "rng-0.pt":
+            raise OSError(errno.ESTALE, "Stale file handle", str(path))
+        return real(path, **options)
+
+    monkeypatch.setattr(Path, "stat", away)
+    with pytest.raises(OSError, match=r"step-2 cannot be read .*Stale file handle"):
+        store.newest()
 
 
 def test_the_way_back_is_spared(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 
 from zaya_hf.training import settings_files, settings_yaml
 from zaya_hf.training.config import TrainingConfig
@@ -81,6 +82,17 @@ class TestYaml:
         read = settings_yaml.read_value(text, "x")
         assert read == value
         assert type(read) is type(value)
+
+    @pytest.mark.parametrize(
+        "text", ["no", "On", "YES", "off", "1:30", "2026-01-01", "010", "0b1", "=", "<<", "6e-4", "y"]
+    )
+    def test_readers_of_yaml_1_1_find_what_was_written(self, text: str) -> None:
+        assert yaml.safe_load(settings_yaml.write({"a": text, text: 6e-5})) == {"a": text, text: 6e-5}
+
+    @pytest.mark.parametrize("text", ["[" * 3000, "[" * 3000 + "]" * 3000, "a: " + "{b: " * 3000 + "1" + "}" * 3000])
+    def test_what_is_nested_too_deep_is_one_line(self, file: Path, text: str) -> None:
+        file.write_text(text, encoding="utf-8")
+        assert error(file) == "a.yaml: no settings: YAML that is nested too deep"
 
     def test_what_is_written_is_read_back(self) -> None:
         texts = [
@@ -224,6 +236,16 @@ class TestMistakes:
             ("optimizer.lr=0", "optimizer.lr is 0; expected a number above 0 (peak; of Muon's matrices)"),
             ("optimizer.lr=abc", "optimizer.lr is 'abc'; expected a number (peak"),
             ("optimizer.lr=.nan", "optimizer.lr is nan; expected a finite number"),
+            ("optimizer.betas=[0.9, 1.0]", "optimizer.betas is 1.0; expected a number below 1"),
+            ("seed=4294967296", "seed is 4294967296; expected a number below 4294967296"),
+            (
+                "data.sources.0.name=../../esc",
+                "data.sources.0.name is '../../esc'; expected a name (in logs, reports and",
+            ),
+            (
+                f"data.sources.{'1' * 5000}.path=a",
+                "11111111111111111111... has 5,000 digits and is no number of an entry",
+            ),
             ("optimizer.betas=[0.9]", "optimizer.betas is [0.9]; entry 1 is missing"),
             ("optimizer.betas=[0.9, x]", "optimizer.betas is 'x'; expected a number"),
             ("tokens=8e12", "tokens is 8000000000000.0; expected a whole number, written out: 8000000000000 ("),

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
+import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from accelerate import DistributedType
@@ -18,6 +22,8 @@ from zaya_hf import ZayaForCausalLM
 from zaya_hf.training import run
 from zaya_hf.training.config import TrainingConfig
 from zaya_hf.training.held_out import Evaluator
+from zaya_hf.training.models import base_digest
+from zaya_hf.training.recorder import Recorder
 
 MODEL = {
     "hidden_size": 32,
@@ -112,10 +118,11 @@ def test_the_model_of_a_run_is_that_of_its_last_checkpoint(finished: Path) -> No
 
 def test_a_finished_run_is_not_repeated(finished: Path, texts: Path) -> None:
     before = (finished / "metrics.jsonl").read_bytes(), (finished / "evaluations.jsonl").read_bytes()
-    weights = (finished / "model" / "model.safetensors").read_bytes()
+    written = (finished / "model" / "model.safetensors").stat().st_mtime_ns
     assert run.main(config(finished, texts)) == 0
     assert ((finished / "metrics.jsonl").read_bytes(), (finished / "evaluations.jsonl").read_bytes()) == before
-    assert (finished / "model" / "model.safetensors").read_bytes() == weights
+    assert (finished / "model" / "model.safetensors").stat().st_mtime_ns == written
+    assert [record["event"] for record in records(finished, "events.jsonl")].count("finish") == 1
 
 
 def test_the_next_phase_goes_on_from_a_run(finished: Path, texts: Path, tmp_path: Path) -> None:
@@ -193,8 +200,59 @@ def test_a_run_goes_on_beyond_its_end(finished: Path, texts: Path, tmp_path: Pat
     assert (out / "model" / "model.safetensors").is_file()
     assert [record["step"] for record in records(out, "evaluations.jsonl")] == [3, 6, 9]
     assert [record["event"] for record in records(out, "events.jsonl")].count("finish") == finishes + 1
+    before = (out / "events.jsonl").read_bytes(), (out / "config.yaml").read_bytes()
     with pytest.raises(ValueError, match=r"steps is 5, but the run in .* has done 9 already"):
         run.main(config(out, texts, steps=5, accept_changes=["steps"]))
+    assert ((out / "events.jsonl").read_bytes(), (out / "config.yaml").read_bytes()) == before
+
+
+def test_an_end_that_was_cut_short_is_made_good(finished: Path, texts: Path, tmp_path: Path) -> None:
+    """Killed between the two models that a run ends with."""
+    out = tmp_path / "cut"
+    shutil.copytree(finished, out)
+    shutil.rmtree(out / "model-ema")
+    assert run.main(config(out, texts)) == 0
+    weights = [(folder / "model-ema" / "model.safetensors").read_bytes() for folder in (out, finished)]
+    assert weights[0] == weights[1]
+
+
+def test_no_evaluation_is_there_twice(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stopped where one is due, which the next call makes and dies, so that the one after makes it again."""
+    settings = config(tmp_path / "out", texts, steps=4, checkpoint={"every": 0}, ema_decay=None)
+    step = Recorder.step
+
+    def at(number: int, action: Callable[[], Any]) -> Callable[..., None]:
+        def after(recorder: Recorder, record: dict[str, Any]) -> None:
+            step(recorder, record)
+            if record["step"] == number:
+                action()
+
+        return after
+
+    def die() -> None:
+        raise RuntimeError("killed")
+
+    monkeypatch.setattr(Recorder, "step", at(2, lambda: os.kill(os.getpid(), signal.SIGUSR1)))  # seen in step 3
+    assert run.main(settings) == 0
+    assert not (tmp_path / "out" / "evaluations.jsonl").exists()
+    monkeypatch.setattr(Recorder, "step", at(4, die))
+    with pytest.raises(RuntimeError, match="killed"):
+        run.main(settings)
+    assert [record["step"] for record in records(tmp_path / "out", "evaluations.jsonl")] == [3]
+    monkeypatch.setattr(Recorder, "step", step)
+    assert run.main(settings) == 0
+    assert [record["step"] for record in records(tmp_path / "out", "evaluations.jsonl")] == [3, 4]
+
+
+def test_data_without_targets_is_refused(finished: Path, texts: Path, tmp_path: Path) -> None:
+    """Documents of one token, which nothing comes before."""
+    ids = [AutoTokenizer.from_pretrained(finished / "tokenizer").eos_token_id] * 6
+    (tmp_path / "ids.bin").write_bytes(np.array(ids, dtype="<u2").tobytes())
+    source = {"path": str(tmp_path / "ids.bin"), "kind": "flat", "dtype": "uint16", "name": "ones"}
+    data = {"sources": [source], "sequence_length": 48}
+    with pytest.raises(ValueError, match="data source 'ones' has no token to predict"):
+        run.main(config(tmp_path / "out", texts, tokenizer={"path": str(finished / "tokenizer")}, data=data))
+    assert not (tmp_path / "out" / "checkpoints").exists()
 
 
 def test_no_whole_checkpoint_is_no_reason_to_start_anew(finished: Path, texts: Path, tmp_path: Path) -> None:
@@ -230,10 +288,12 @@ def test_a_model_keeps_its_tokenizer(finished: Path, texts: Path, tmp_path: Path
         run.main(config(out, more, steps=7, accept_changes=["steps", "data"]))
 
 
-def test_adapters_keep_their_base_model(finished: Path, texts: Path, tmp_path: Path) -> None:
+def test_adapters_keep_their_base_model(
+    finished: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     base = tmp_path / "base"
     shutil.copytree(finished, base)
-    lora = {
+    lora: dict[str, Any] = {
         "model": {"checkpoint": str(base), "lora": {"r": 2}},
         "tokenizer": {},
         "balancing": {"controller": "frozen"},
@@ -248,6 +308,10 @@ def test_adapters_keep_their_base_model(finished: Path, texts: Path, tmp_path: P
     shutil.rmtree(base / "model")
     with pytest.raises(ValueError, match="adapters need their base model to stay"):
         run.main(config(tmp_path / "other", texts, steps=1, **lora))
+    monkeypatch.chdir(base / "checkpoints")
+    lora["model"]["checkpoint"] = "step-6"
+    with pytest.raises(ValueError, match="adapters need their base model to stay"):
+        base_digest(config(tmp_path / "other", texts, steps=1, **lora))
 
 
 def test_a_folder_of_something_else_is_left_alone(texts: Path, tmp_path: Path) -> None:

@@ -380,9 +380,18 @@ class TestTheSameRun:
     def test_sections_can_be_accepted(self) -> None:
         now = config(optimizer__lr=0.01, optimizer__momentum=0.5, accept_changes=["optimizer"])
         assert RunIdentity(now, identity()).accepts(self.before)
-        now = config(optimizer__lr=0.01, accept_changes=["opt", "optimizer.l"])
-        with pytest.raises(ValueError, match=r"optimizer\.lr"):
-            RunIdentity(now, identity()).accepts(self.before)
+
+    @pytest.mark.parametrize(
+        ("name", "told"),
+        [
+            ("optimizer.lrs", r"there is no setting optimizer\.lrs; did you mean optimizer\.lr\?"),
+            ("optimizer.l", r"there is no setting optimizer\.l; did"),
+            ("zzzzzzz", "there is no setting zzzzzzz$"),
+        ],
+    )
+    def test_a_setting_that_there_is_not_cannot_be_accepted(self, name: str, told: str) -> None:
+        with pytest.raises(ValueError, match=told):
+            RunIdentity(config(accept_changes=["data", name]), identity()).accepts(self.before)
 
     def test_many_differences(self) -> None:
         now = config(optimizer={"lr": 1.0, "momentum": 0.1, "weight_decay": 0.5, "eps": 1.0, "ns_steps": 3}, seed=7)

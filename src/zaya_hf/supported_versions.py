@@ -35,9 +35,14 @@ OPTIONAL = {
     "lm-eval": ">=0.4.13",
     "matplotlib": ">=3.9",
     "peft": ">=0.21",
+    "pyarrow": ">=17",
+    "pydantic": ">=2.9",
+    "pyyaml": ">=6",
     "rich": ">=13.7",
+    "tensorboard": ">=2.16",
     "triton": ">=3.6",
     "trl": ">=1.16",
+    "zstandard": ">=0.22",
 }
 #: The newest releases that the tests have run with. Newer ones inside the range above are expected to work.
 TESTED = {"torch": "2.13", "transformers": "5.24"}

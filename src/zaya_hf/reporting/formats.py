@@ -26,7 +26,7 @@ def visible(text: str) -> str:
 
 def count(number: float) -> str:
     """A number of things, exactly: 1024 -> 1,024."""
-    return f"{number:,.0f}"
+    return f"{number:,}" if isinstance(number, int) else f"{number:,.0f}"
 
 
 def short_count(number: float) -> str:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from zaya_hf.reporting.charts import Line, Reference, line_chart
 from zaya_hf.reporting.formats import short_count
 from zaya_hf.reporting.heat_map import heat_map
-from zaya_hf.reporting.run_files import Column, TrainingRecord, number
+from zaya_hf.reporting.run_files import Column, TrainingRecord, mapping, number
 
 Chart = dict[str, Any]
 _POINTS = 240  # of a line: more than a chart shows
@@ -47,7 +47,7 @@ def charts(runs: Sequence[TrainingRecord]) -> list[tuple[str, str, list[Chart]]]
         _steps(runs, "tokens_per_second", "Tokens per second", "Over all devices", "tokens/s", clip=True),
         _steps(runs, "mfu", "MFU", "The model's FLOPs as a share of the device's peak", "MFU", clip=True),
     ]
-    entropy = Reference(FAIR_ENTROPY, f"{FAIR_ENTROPY:g}")
+    entropy = Reference(FAIR_ENTROPY, f"{FAIR_ENTROPY:g}, the papers' line")
     routers = [
         _routers(runs, "load_entropy", "Load entropy", "H(p) / ln E; 1 is perfect balance", entropy, low=True),
         _routers(runs, "max_violation", "Busiest expert", "MaxVio: load over a fair one, minus 1", high=True),
@@ -115,7 +115,7 @@ def _held_out(runs: Sequence[TrainingRecord], key: str, title: str, question: st
     for index, run in enumerate(runs):
         found = [(run.name if several else "all", _evaluated(run, key))]
         if not several:
-            names = {name: None for record in run.evaluations for name in record.get("sources") or ()}
+            names = {name: None for record in run.evaluations for name in mapping(record.get("sources"))}
             found += [(name, _evaluated(run, key, "sources", name)) for name in names] if len(names) > 1 else []
             found.append(("averaged", _evaluated(run, key, "ema")))
         lines += [Line(name, x, y, index + place) for place, (name, (x, y)) in enumerate(found) if x]
@@ -186,12 +186,13 @@ def _routers(
         values = run.router[key]
         if not len(values) or not np.isfinite(values).any():
             continue
+        known = np.isfinite(values).any(axis=1)
         wanted: list[tuple[str, int, Callable[..., Any]]] = [(run.name if several else "mean", index, np.nanmean)]
         if not several:
             wanted += [("least layer", 1, np.nanmin)] if low else []
             wanted += [("greatest layer", 2, np.nanmax)] if high else []
         for label, slot, reduce in wanted:
-            lines.append(_line(label, slot, run.router_steps, reduce(values, axis=1), band=False))
+            lines.append(_line(label, slot, run.router_steps[known], reduce(values[known], axis=1), band=False))
     caption = "Mean over the layers." if several else ""
     return _chart(key.replace("_", "-"), title, question, lines, key.replace("_", " "), caption, reference=reference)
 
@@ -220,7 +221,8 @@ def _map(run: TrainingRecord, index: int, several: bool) -> Chart | None:
     later = rows[:, math.ceil(_CLIPPED * rows.shape[1]) :]
     least = float(np.nanmin(later)) if np.isfinite(later).any() else 0.0
     title = "Load entropy of each layer" + (f": {run.name}" if several else "")
-    worst = int(np.nanargmin(np.nanmean(rows, axis=1))) if np.isfinite(rows).any() else 0
+    means = [float(np.nanmean(row)) if np.isfinite(row).any() else math.inf for row in rows]
+    worst = int(np.argmin(means))
     described = (
         f"{title} over {values.shape[1]} layers. The least after the first steps is {least:.3f}; layer {worst} has the "
         "least mean."
@@ -249,7 +251,7 @@ def _scores(runs: Sequence[TrainingRecord]) -> list[Chart | None]:
     found: dict[str, list[tuple[int, float, dict[str, Any]]]] = {}
     for index, run in enumerate(runs):
         for record in run.evaluations:
-            for name, score in (record.get("tasks") or {}).items():
+            for name, score in mapping(record.get("tasks")).items():
                 if isinstance(score, dict) and math.isfinite(number(record.get("step"))):
                     found.setdefault(str(name), []).append((index, number(record["step"]), score))
     drawn = []
@@ -261,15 +263,15 @@ def _scores(runs: Sequence[TrainingRecord]) -> list[Chart | None]:
             own = [(step, score) for number_of, step, score in scores if number_of == index]
             own = [(step, score) for step, score in own if math.isfinite(number(score.get(key)))]
             if own:
-                ends = [score.get("interval_95") or (score[key], score[key]) for _, score in own]
+                ends = [_ends(score, key) for _, score in own]
                 lines.append(
                     Line(
                         run.name if len(runs) > 1 else key.replace("_", " "),
                         [step for step, _ in own],
                         [score[key] for _, score in own],
                         index,
-                        [number(low) for low, _ in ends],
-                        [number(high) for _, high in ends],
+                        [low for low, _ in ends],
+                        [high for _, high in ends],
                     )
                 )
         chance = number(scores[0][2].get("chance"))
@@ -277,11 +279,27 @@ def _scores(runs: Sequence[TrainingRecord]) -> list[Chart | None]:
         words = "higher is better" if choice else "lower is better"
         items = scores[0][2].get("items")
         question = f"{key.replace('_', ' ').capitalize()} over {items} items; {words}"
-        caption = "The shaded band is the 95 % interval over the items."
+        if any(len(line.x) > 1 for line in lines):
+            caption = "The shaded band is the 95 % interval over the items."
+        else:
+            caption = "95 % interval over the items: " + ", ".join(
+                f"{line.label if len(lines) > 1 else ''} {low:.3f} to {high:.3f}".strip()
+                for line in lines
+                for low, high in zip(line.low or (), line.high or (), strict=True)
+            )
+            caption += "."
         drawn.append(
             _chart(f"task-{place}", name, question, lines, key.replace("_", " "), caption, reference=reference)
         )
     return drawn
+
+
+def _ends(score: dict[str, Any], key: str) -> tuple[float, float]:
+    """The interval of a score; its value alone where there is none."""
+    found = score.get("interval_95")
+    ends = [number(end) for end in found] if isinstance(found, list) else []
+    value = number(score[key])
+    return (ends[0], ends[1]) if len(ends) == 2 and all(map(math.isfinite, ends)) else (value, value)
 
 
 def _chart(
@@ -323,6 +341,8 @@ def _flat_limits(lines: Sequence[Line]) -> tuple[float, float] | None:
     values = [value for line in lines for values in (line.y, line.low or (), line.high or ()) for value in values]
     low, high = min(values), max(values)
     largest = max(abs(low), abs(high))
+    if low == high == 0:
+        return 0.0, 1.0  # a share or a number of something, of which there is none
     return (low - 0.02 * largest, high + 0.02 * largest) if 0 <= high - low < 0.01 * largest else None
 
 

@@ -85,7 +85,7 @@ def read_run(folder: Path) -> TrainingRecord:
             columns[name].append(number(record.get(name)))
         skipped.append(bool(record.get("skipped")))
         panel = record.get("router")
-        if isinstance(panel, dict) and isinstance(panel.get("load_entropy"), list):
+        if isinstance(panel, dict) and isinstance(panel.get("load_entropy"), list) and panel["load_entropy"]:
             router_steps.append(columns["step"][-1])
             for name in _ROUTER:
                 values, layers = panel.get(name), len(panel["load_entropy"])
@@ -113,14 +113,26 @@ def read_run(folder: Path) -> TrainingRecord:
 
 
 def number(value: Any) -> float:
-    """A number of a record; NaN for what is none, and for the strings that stand for NaN and the infinities."""
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
+    """A finite number of a record; NaN for everything else, also for a whole number that no float holds."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return math.nan
+    try:
+        return float(value) if math.isfinite(value) else math.nan
+    except OverflowError:
+        return math.nan
+
+
+def mapping(value: Any) -> dict[str, Any]:
+    """A part of a record that has names; empty for what has none."""
+    return value if isinstance(value, dict) else {}
 
 
 def flat(config: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """A nested config with dotted keys; lists stay."""
+    """A nested config with dotted keys; places in lists of sections are numbers, other lists stay."""
     found: dict[str, Any] = {}
     for key, value in config.items():
+        if isinstance(value, list) and value and all(isinstance(entry, Mapping) for entry in value):
+            value = dict(enumerate(value))
         if isinstance(value, Mapping) and value:
             found |= flat(value, f"{above}{key}.")
         else:
@@ -137,7 +149,7 @@ def _records(file: Path) -> Iterator[dict[str, Any]]:
                 return  # it is being written, or its writer was killed
             try:
                 record = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 record = None
             if not isinstance(record, dict):
                 raise ValueError(f"{file}, line {place}: no record of a run")
@@ -149,6 +161,8 @@ def _mapping(file: Path, parse: Any) -> dict[str, Any]:
         return {}
     try:
         found = parse(file.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise ValueError(f"{file} cannot be read: it is nested too deep") from None
     except (ValueError, yaml.YAMLError) as error:
         raise ValueError(f"{file} cannot be read: {' '.join(str(error).split())}") from None
     if not isinstance(found, dict):

@@ -13,7 +13,7 @@ import numpy as np
 from zaya_hf.reporting.formats import count, date, duration, joined, number_word, plain, score, short_count
 from zaya_hf.reporting.page import render
 from zaya_hf.reporting.run_charts import charts
-from zaya_hf.reporting.run_files import TrainingRecord, flat, number, read_run
+from zaya_hf.reporting.run_files import TrainingRecord, flat, mapping, number, read_run
 
 _MOST_EVENTS = 60  # in the table; the first and the last of more
 _NONE = "\u2013"
@@ -37,9 +37,11 @@ def build_report(folders: Sequence[Path]) -> str:
         folders: of at least one run of `zaya train`.
 
     Raises:
-        ValueError: a folder is none of a run, has no step yet, or has a file that cannot be read.
+        ValueError: there is no folder, or one is none of a run, has no step yet, or has a file that cannot be read.
         OSError: a file cannot be read.
     """
+    if not folders:
+        raise ValueError("no folder of a training run was given: there is nothing to report")
     runs = _distinct([read_run(folder) for folder in folders])
     several = len(runs) > 1
     return render(
@@ -53,7 +55,7 @@ def build_report(folders: Sequence[Path]) -> str:
         sections=charts(runs),
         events=[(run.name, *_events(run)) for run in runs],
         differences=_differences(runs),
-        settings=flat(runs[0].config),
+        settings={key: value for key, value in flat(runs[0].config).items() if value not in (None, {})},
         environments=[(run.name, _environment(run)) for run in runs],
         names=[run.name for run in runs],
         created=date(max(run.changed for run in runs).isoformat()),
@@ -78,7 +80,7 @@ def _total(run: TrainingRecord) -> int | None:
         return int(config["steps"])
     try:
         return -(-int(config["tokens"]) // (int(config["batch"]["rows"]) * int(config["data"]["sequence_length"])))
-    except (KeyError, TypeError, ValueError, ZeroDivisionError):
+    except (KeyError, TypeError, ValueError, OverflowError, ZeroDivisionError):
         return None
 
 
@@ -99,11 +101,7 @@ def _headline(runs: Sequence[TrainingRecord]) -> str:
 
 def _summary(runs: Sequence[TrainingRecord]) -> str:
     if len(runs) > 1:
-        best = min((run for run in runs if _held_out(run)), key=lambda run: _held_out(run)["loss"], default=None)
-        words = f"{joined([run.name for run in runs])}, side by side."
-        if best is not None:
-            words += f" {best.name} has the least held-out loss, {_held_out(best)['loss']:.3f} nats per target."
-        return words
+        return f"{joined([run.name for run in runs])}, side by side. {_best(runs)}".strip()
     (run,) = runs
     total, losses = _total(run), run.columns["loss"][~run.skipped]
     losses = losses[np.isfinite(losses)]
@@ -125,6 +123,25 @@ def _summary(runs: Sequence[TrainingRecord]) -> str:
     if skipped:
         parts.append(f"{number_word(skipped).capitalize()} {'step was' if skipped == 1 else 'steps were'} skipped.")
     return " ".join(parts)
+
+
+def _best(runs: Sequence[TrainingRecord]) -> str:
+    """Which run is best on held-out text, if all were measured on the same."""
+    measured = [(run, _held_out(run)) for run in runs]
+    measured = [(run, found) for run, found in measured if found]
+    if len(measured) < 2:
+        return ""
+    texts = {(found.get("bytes"), *sorted(map(str, mapping(found.get("sources"))))) for _, found in measured}
+    if len(texts) == 1 and len({found.get("targets") for _, found in measured}) == 1:
+        run, found = min(measured, key=lambda pair: number(pair[1]["loss"]))
+        return f"{run.name} has the least held-out loss, {found['loss']:.3f} nats per target."
+    if len(texts) == 1 and all(math.isfinite(number(found.get("bits_per_byte"))) for _, found in measured):
+        run, found = min(measured, key=lambda pair: number(pair[1]["bits_per_byte"]))
+        bits = score(number(found["bits_per_byte"]), "bits_per_byte")
+        return (
+            f"Their tokens differ, so losses per target do not compare; {run.name} needs least, {bits} bits per byte."
+        )
+    return "Their held-out texts differ, so neither their losses nor their bits per byte compare."
 
 
 def _happened(what: str, number_of: int) -> list[str]:
@@ -158,14 +175,13 @@ def _speed(run: TrainingRecord, unit: str = " tokens/s") -> str:
 
 
 def _facts(run: TrainingRecord) -> list[tuple[str, str]]:
-    model, hardware = (run.environment.get(key) or {} for key in ("model", "hardware"))
+    model, hardware = (mapping(run.environment.get(key)) for key in ("model", "hardware"))
     found = [("Status", _status(run)), ("Steps", count(run.steps))]
     if math.isfinite(_last(run, "tokens")):
         found.append(("Tokens", short_count(_last(run, "tokens"))))
-    if "parameters" in model:
-        found.append(("Parameters", short_count(model["parameters"])))
-    if "active_parameters" in model:
-        found.append(("Active", short_count(model["active_parameters"])))
+    for key, title in (("parameters", "Parameters"), ("active_parameters", "Active")):
+        if math.isfinite(parameters := number(model.get(key))):
+            found.append((title, short_count(parameters)))
     processes = hardware.get("processes")
     if "device" in hardware:
         found.append(("Device", f"{processes} \u00d7 {hardware['device']}" if processes else str(hardware["device"])))

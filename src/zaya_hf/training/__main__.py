@@ -8,6 +8,8 @@ import os
 import sys
 from collections.abc import Sequence
 
+import torch.distributed as dist
+
 from . import launch, run, settings_files
 
 
@@ -36,9 +38,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         text = " ".join(str(error).split())
         if not (text and isinstance(error, ValueError | OSError)):
             text = f"{type(error).__name__}: {text}" if text else type(error).__name__
-        who = f" (process {rank})" if int(os.environ.get("WORLD_SIZE") or 1) > 1 else ""
+        several = int(os.environ.get("WORLD_SIZE") or 1) > 1
+        who = f" (process {rank})" if several else ""
+        if several and _is_of_connections(error):
+            text = f"another process of the run has ended or cannot be reached; see what it says itself ({text})"
         print(f"zaya train: error{who}: {text}", file=sys.stderr)
         return 1
+
+
+def _is_of_connections(error: Exception) -> bool:
+    """torch has errors of its own for them, and gloo has its source files in the text of a RuntimeError."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error))
 
 
 if __name__ == "__main__":

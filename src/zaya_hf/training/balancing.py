@@ -235,4 +235,4 @@ def _load_entropy(taken: Tensor) -> Tensor:
     loads = taken / taken.sum(dim=-1, keepdim=True).clamp_min(1)
     if taken.shape[-1] == 1:
         return loads[:, 0]  # one expert: balanced as soon as it has a token
-    return -torch.xlogy(loads, loads).sum(dim=-1) / math.log(taken.shape[-1])
+    return -torch.xlogy(loads, loads).sum(dim=-1) / math.log(taken.shape[-1]) + 0.0  # which makes 0.0 of -0.0

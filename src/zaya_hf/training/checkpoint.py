@@ -17,6 +17,7 @@ import hashlib
 import os
 import re
 import shutil
+import stat
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ from zaya_hf.json_checks import read_json_object
 
 from .ranks import is_main, on_main, together
 
-__all__ = ["Checkpoint", "CheckpointStore", "newest_model"]
+__all__ = ["Checkpoint", "CheckpointStore", "complete_saves", "newest_model"]
 
 FORMAT = 1
 MANIFEST, DESCRIPTION = "manifest.json", "trainer.json"
@@ -132,6 +133,7 @@ class CheckpointStore:
 
         Raises:
             OSError: one cannot be read, which says nothing about whether it is whole.
+            ValueError: one was written by a later version of this package.
         """
         found = on_main(lambda: self._newest(say, accepts, at_most))
         return None if found is None else Checkpoint(*found)
@@ -149,21 +151,14 @@ class CheckpointStore:
         on_main(self._remove)
 
     def _remove(self) -> None:
-        for path in self.folder.glob("step-*"):
+        for path in _entries(self.folder):
             if _NAME.fullmatch(path.name.removesuffix(".tmp")):
                 shutil.rmtree(path, ignore_errors=True)
         if self.folder.is_dir() and not any(self.folder.iterdir()):
             self.folder.rmdir()
 
     def _found(self) -> list[tuple[Path, int]]:
-        """Folders of complete saves with their steps, the newest first."""
-        found = []
-        for path in self.folder.glob("step-*"):
-            match = _NAME.fullmatch(path.name)
-            if match is not None:
-                # One that was replaced is older than what took its name.
-                found.append(((int(match[1]), match[2] is None, int(match[2] or 0)), path))
-        return [(path, step) for (step, _, _), path in sorted(found, reverse=True)]
+        return complete_saves(self.folder)
 
     def _newest(
         self,
@@ -188,8 +183,9 @@ class CheckpointStore:
     def _begin(self, partial: Path) -> None:
         """Make `partial`, empty. What earlier saves and removals left half done goes."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        for path in self.folder.glob("step-*.tmp"):
-            shutil.rmtree(path)
+        for path in _entries(self.folder):
+            if path.name.startswith("step-") and path.name.endswith(".tmp"):
+                shutil.rmtree(path)
         partial.mkdir()
 
     def _publish(self, partial: Path, target: Path) -> None:
@@ -218,6 +214,30 @@ class CheckpointStore:
                 removed = path.with_name(f"{path.name}.tmp")
                 path.replace(removed)
                 shutil.rmtree(removed, ignore_errors=True)
+
+
+def complete_saves(folder: Path) -> list[tuple[Path, int]]:
+    """Of a run's checkpoints in `folder`, those whose save was completed, whole or damaged since, with their steps; the
+    newest first. In this process alone.
+
+    Raises:
+        OSError: `folder` cannot be read. If it is not there, there are none.
+    """
+    found = []
+    for path in _entries(folder):
+        match = _NAME.fullmatch(path.name)
+        if match is not None:
+            # One that was replaced is older than what took its name.
+            found.append(((int(match[1]), match[2] is None, int(match[2] or 0)), path))
+    return [(path, step) for (step, _, _), path in sorted(found, reverse=True)]
+
+
+def _entries(folder: Path) -> list[Path]:
+    """What is in `folder`. (`Path.glob` would take one that cannot be read for an empty one.)"""
+    try:
+        return list(folder.iterdir())
+    except FileNotFoundError:
+        return []
 
 
 def stand_whole(folder: Path, write: Callable[[Path], None]) -> None:
@@ -258,7 +278,7 @@ def newest_model(folder: Path, say: Callable[[str], None] | None = None) -> Path
 
     Raises:
         FileNotFoundError: there is no model in it.
-        ValueError: it is a checkpoint, and damaged.
+        ValueError: it is a checkpoint, and damaged; or a later version of this package wrote it.
     """
     if (folder / MANIFEST).is_file():
         problem = on_main(lambda: damage(folder))
@@ -287,9 +307,22 @@ def damage(path: Path, step: int | None = None) -> str | None:
 
     Raises:
         OSError: it cannot be read: of that nobody can tell whether it is whole.
+        ValueError: a later version of this package wrote it: likewise.
     """
     try:
         manifest = read_json_object(path / MANIFEST, "a checkpoint's manifest")
+    except FileNotFoundError:
+        return f"{MANIFEST} is missing"
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    except ValueError as error:
+        return one_line(error)
+    if isinstance(found := manifest.get("format"), int) and found > FORMAT:
+        raise ValueError(
+            f"checkpoint {path} has format {found}, this version reads {FORMAT}: go on with the version that wrote it, "
+            "or move it away"
+        )
+    try:
         if manifest["format"] != FORMAT:
             return f"its format is {manifest['format']!r}; this version reads {FORMAT}"
         if step is not None and manifest["step"] != step:
@@ -298,22 +331,32 @@ def damage(path: Path, step: int | None = None) -> str | None:
         if DESCRIPTION not in files:
             return f"{MANIFEST} does not list {DESCRIPTION}"
         for name, (size, _) in files.items():  # quick to see, so before anything is read
-            if not (path / name).is_file():
+            actual = _size(path / name)
+            if actual is None:
                 return f"{name} is missing"
-            if (actual := (path / name).stat().st_size) != size:
+            if actual != size:
                 return f"{name} has {actual} bytes; {MANIFEST} says {size}"
         for name, digest in _digests(path, files).items():
             if digest != files[name][1]:
                 return f"the SHA-256 of {name} is {digest[:12]}...; {MANIFEST} says {files[name][1][:12]}..."
-    except FileNotFoundError:
-        return f"{MANIFEST} is missing"
     except OSError as error:
-        raise OSError(f"checkpoint {path} cannot be read ({one_line(error)}): see to that, or move it away") from error
-    except ValueError as error:
-        return one_line(error)
-    except (KeyError, TypeError, AttributeError):
+        raise _unreadable(path, error) from error
+    except (KeyError, TypeError, ValueError, AttributeError):
         return f"{MANIFEST} is not one that this package wrote"
     return None
+
+
+def _unreadable(path: Path, error: OSError) -> OSError:
+    return OSError(f"checkpoint {path} cannot be read ({one_line(error)}): see to that, or move it away")
+
+
+def _size(path: Path) -> int | None:
+    """Bytes of a file; None if there is none. (From Python 3.14 on, `Path.is_file` is False for all that fails.)"""
+    try:
+        status = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return status.st_size if stat.S_ISREG(status.st_mode) else None
 
 
 def _seal(folder: Path, step: int, description: dict[str, Any]) -> None:

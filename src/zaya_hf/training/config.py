@@ -14,6 +14,7 @@ __all__ = ["TrainingConfig"]
 
 Positive = Field(gt=0)
 Beta = Annotated[float, Field(ge=0, lt=1)]
+NAME = r"^[A-Za-z0-9_-][A-Za-z0-9_.-]{0,99}$"  # it is a part of folders' names
 
 
 class Section(BaseModel):
@@ -23,7 +24,7 @@ class Section(BaseModel):
 
 
 class LoraConfig(Section):
-    """LoRA by PEFT on the parts that `zaya_hf.training.lora_targets` names."""
+    """LoRA by PEFT on the parts that `zaya_hf.training.lora_targets` names. The balancing biases stay as they are."""
 
     r: int = Field(16, gt=0, description="rank; every expert has matrices of this rank of its own")
     alpha: float = Field(32.0, gt=0, description="the product is scaled by alpha / r")
@@ -53,7 +54,8 @@ class ModelConfig(Section):
     @model_validator(mode="after")
     def _one_origin(self) -> ModelConfig:
         if (self.config is None) == (self.checkpoint is None):
-            raise ValueError("give either config (a fresh model) or checkpoint (weights to start from), not both")
+            given = "; neither is there" if self.config is None else ", not both"
+            raise ValueError(f"give either config (a fresh model) or checkpoint (weights to start from){given}")
         if self.config is not None and self.overrides:
             raise ValueError("overrides are for a checkpoint; a fresh model has everything in config")
         return self
@@ -80,7 +82,12 @@ class SourceConfig(Section):
         "`zaya data build` wrote; megatron: .bin with .idx; flat: raw ids, documents ended by eos; auto: by its name",
     )
     weight: float = Field(1.0, gt=0, description="share of the rows, relative to the other sources")
-    name: str | None = Field(None, description="in logs and reports; null: of the path")
+    name: str | None = Field(
+        None,
+        pattern=NAME,
+        description="in logs, reports and the cache: up to 100 letters, digits, '.', '_' and '-', no '.' first; null: "
+        "of the path",
+    )
     field: str = Field("text", description="of a record: its text; with chat: its list of messages")
     split: str = Field("train", description="of a hub dataset")
     subset: str | None = Field(None, description="configuration of a hub dataset")
@@ -127,7 +134,7 @@ class OptimizerConfig(Section):
     lr: float = Field(gt=0, description="peak; of Muon's matrices")
     adamw_lr: float | None = Field(None, gt=0, description="peak for everything else; null: lr")
     weight_decay: float = Field(0.1, ge=0)
-    betas: tuple[float, float] = Field((0.9, 0.95), strict=False)
+    betas: tuple[Beta, Beta] = Field((0.9, 0.95), strict=False)
     eps: float = Field(1e-8, gt=0)
     momentum: float = Field(0.95, ge=0, lt=1)
     nesterov: bool = True
@@ -238,10 +245,26 @@ class TrainingConfig(Section):
         default_factory=list, description="dotted keys that may differ from the run that is resumed"
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _routers_stay_under_adapters(cls, values: Any) -> Any:
+        """Without a word about balancing, LoRA leaves it out: an adapter's folder has no place for the biases."""
+        if (
+            not isinstance(values, dict)
+            or not isinstance(model := values.get("model"), dict)
+            or model.get("lora") is None
+        ):
+            return values
+        balancing = values.get("balancing", {})
+        if not isinstance(balancing, dict) or "controller" in balancing:
+            return values
+        return {**values, "balancing": {**balancing, "controller": "frozen"}}
+
     @model_validator(mode="after")
     def _length(self) -> TrainingConfig:
         if (self.steps is None) == (self.tokens is None):
-            raise ValueError("give either steps or tokens")
+            given = "not both; null takes one of them out" if self.steps is not None else "as the length of the run"
+            raise ValueError(f"give either steps or tokens, {given}")
         return self
 
     @property

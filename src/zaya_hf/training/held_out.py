@@ -53,6 +53,9 @@ class Evaluator:
         start_ids: ids that begin documents and are no text.
         micro_rows: rows in one forward pass.
         ema: averaged weights, which are evaluated as well.
+
+    Raises:
+        ValueError: there are no sources.
     """
 
     def __init__(
@@ -65,6 +68,8 @@ class Evaluator:
         micro_rows: int = 1,
         ema: ExponentialMovingAverage | None = None,
     ) -> None:
+        if not sources:
+            raise ValueError("an evaluator needs at least one held-out source, found none")
         self._accelerator = accelerator
         self._micro_rows = micro_rows
         self._ema = ema
@@ -116,7 +121,8 @@ class Evaluator:
         Returns:
             `kind` "held_out", `step`, `seconds`; over all sources `loss` (nats per target), `perplexity`,
             `bits_per_byte` (None if the bytes of a source are not known, or not all its tokens are targets), `targets`,
-            `bytes`; the same under `sources` for each, and under `ema` for averaged weights.
+            `bytes`; the same under `sources` for each (of equal names all but the first have a number behind them), and
+            under `ema` for averaged weights.
         """
         started = time.perf_counter()
         result = {"kind": "held_out", "step": step, **self._evaluate(model)}
@@ -140,7 +146,7 @@ class Evaluator:
             sum(known) if len(known) == len(self._sources) else None,
             math.fsum(source.unpredicted_nats for source in self._sources),
         )
-        names = [source.rows.documents.name for source in self._sources]
+        names = _distinct([source.rows.documents.name for source in self._sources])
         return {**whole, "sources": dict(zip(names, sources, strict=True))}
 
     def _sums(self, model: nn.Module, rows: HeldOutRows) -> torch.Tensor:
@@ -191,6 +197,18 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         for module, training in modes.items():
             module.training = training
         rng.restore(state)
+
+
+def _distinct(names: Sequence[str]) -> list[str]:
+    """Names of which the second and later equal ones have a number: a, a (2). No number makes a name that is there."""
+    found: list[str] = []
+    for place, name in enumerate(names):
+        number, unlike = 1, name
+        while unlike in found or (number > 1 and unlike in names[place:]):
+            number += 1
+            unlike = f"{name} ({number})"
+        found.append(unlike)
+    return found
 
 
 def _bytes(documents: TokenDocuments) -> int | None:

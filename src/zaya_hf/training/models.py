@@ -144,13 +144,16 @@ def base_digest(config: TrainingConfig) -> str | None:
 
     Large files are sampled, see `data.digests`. What comes from the Hub stands for itself by its name and revision.
 
+    Args:
+        config: of the run; `model` is used.
+
     Raises:
         ValueError: the base is a checkpoint of a run that has not ended, which goes as the run goes on.
     """
     settings = config.model
     if settings.lora is None or settings.checkpoint is None or not Path(settings.checkpoint).is_dir():
         return None
-    folder = Path(_source(settings.checkpoint))
+    folder = Path(_source(settings.checkpoint)).absolute()
     if folder.parent.parent.name == CHECKPOINTS:
         raise ValueError(
             f"model.checkpoint {settings.checkpoint}: adapters need their base model to stay, and {folder} goes when "

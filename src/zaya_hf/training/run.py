@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from accelerate import Accelerator, DistributedType
 from transformers import PreTrainedTokenizerBase
 
@@ -70,6 +71,7 @@ def main(config: TrainingConfig) -> int:
         recorder = Recorder.of_run(config, accelerator, out)
         stack.callback(recorder.close)
         text = _Text.of_run(config, out, recorder)
+        _check_targets(text.documents)
         data = TrainingData(
             text.documents,
             [source.weight for source in config.data.sources],
@@ -88,6 +90,8 @@ def main(config: TrainingConfig) -> int:
                 f"{store.folder} has no whole checkpoint to go on from ({', '.join(names)}): move what is in it away "
                 "to start anew."
             )
+        if found is not None and found.step > config.total_steps:
+            raise ValueError(f"steps is {config.total_steps}, but the run in {out} has done {found.step} already.")
         loader = stack.enter_context(Prefetcher(data, config.data.workers))
         run = _assemble(config, accelerator, text, found, loader)
         run.stopper, run.recorder = stopper, recorder
@@ -96,14 +100,10 @@ def main(config: TrainingConfig) -> int:
         )
         _begin(config, run, recorder, found)
         steps_left = run.progress.step < config.total_steps
-        if run.progress.step > config.total_steps:
-            raise ValueError(
-                f"steps is {config.total_steps}, but the run in {out} has done {run.progress.step} already."
-            )
         if steps_left:
             on_main(lambda: _remove_models(out))
         outcome = train(run)
-        if outcome.stopped is None and (steps_left or not (out / run_folder.MODEL).is_dir()):
+        if outcome.stopped is None and not all(folder.is_dir() for folder in _models(config)):
             _finish(config, run, recorder, text.tokenizer)
         recorder.say(_last_words(config, outcome))
         return outcome.exit_code
@@ -235,10 +235,35 @@ def _finish(config: TrainingConfig, run: Run, recorder: Recorder, tokenizer: Pre
     recorder.event("finish", run.progress.step)
 
 
+def _models(config: TrainingConfig) -> list[Path]:
+    """The folders that a run ends with."""
+    names = [run_folder.MODEL] if config.ema_decay is None else [run_folder.MODEL, run_folder.EMA_MODEL]
+    return [Path(config.out) / name for name in names]
+
+
 def _remove_models(out: Path) -> None:
     """Of a run that had ended and goes on: they would be taken for those of its end."""
     for name in (run_folder.MODEL, run_folder.EMA_MODEL):
-        shutil.rmtree(out / name, ignore_errors=True)
+        if (out / name).exists():
+            # First out of the way as a whole: what is half removed must not be taken for a model.
+            aside = out / f"{name}.replaced"
+            shutil.rmtree(aside, ignore_errors=True)
+            (out / name).replace(aside)
+            shutil.rmtree(aside, ignore_errors=True)
+
+
+def _check_targets(sources: list[TokenDocuments]) -> None:
+    """Each has to have a token to predict, else its steps teach nothing. Looks no further than the first one."""
+    for source in sources:
+        for document in np.flatnonzero(np.asarray(source.lengths) > 1).tolist():
+            targets = source.targets(document, 1, int(source.lengths[document]))
+            if targets is None or targets.any():
+                break
+        else:
+            raise ValueError(
+                f"data source {source.name!r} has no token to predict: no document has two tokens of which the second "
+                "is a target (see data.chat for the turns that are)."
+            )
 
 
 def _last_words(config: TrainingConfig, outcome: Outcome) -> str:

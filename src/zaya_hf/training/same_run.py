@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
@@ -60,7 +61,8 @@ class RunIdentity:
         `accept_changes` may name settings, sections of them, or "data".
 
         Raises:
-            ValueError: of another one; names the settings that differ, or what of the data does.
+            ValueError: of another one; names the settings that differ, or what of the data does. Also where
+                `accept_changes` names something that neither has.
         """
         differences = self._differences(description["config"])
         if differences:
@@ -87,12 +89,23 @@ class RunIdentity:
         before, now = _flat(saved), _flat(self._config.model_dump(mode="json"))
         before |= {"steps": _steps(saved), "tokens": None}
         now |= {"steps": self._config.total_steps, "tokens": None}
+        self._check_accepted({*before, *now, "data"})
         found = []
         for key in sorted(before.keys() | now.keys()):
             old, new = before.get(key), now.get(key)
             if old != new and not any(fnmatchcase(key, pattern) for pattern in FREE) and not self._accepted(key):
                 found.append(f"{key} was {old!r} and is {new!r}")
         return found
+
+    def _check_accepted(self, keys: set[str]) -> None:
+        known = {
+            ".".join(parts[:size]) for parts in (key.split(".") for key in keys) for size in range(1, 1 + len(parts))
+        }
+        for name in self._config.accept_changes:
+            if name not in known:
+                near = difflib.get_close_matches(name, sorted(known), n=1)
+                hint = f"; did you mean {near[0]}?" if near else ""
+                raise ValueError(f"accept_changes: there is no setting {name}{hint}")
 
     def _accepted(self, key: str) -> bool:
         return any(key == accepted or key.startswith(f"{accepted}.") for accepted in self._config.accept_changes)

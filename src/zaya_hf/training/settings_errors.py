@@ -92,12 +92,18 @@ def _line(key: Key, error: Any, settings: Settings) -> str:
         return f"{where}{name} has {len(given)} entries; expected {word} {count}"
     if kind in _BOUNDS:
         word, bound = _BOUNDS[kind]
-        wanted = f"a number {word} {context[bound]:g}"
+        wanted = f"a number {word} {_bound(context[bound])}"
+    elif kind == "string_pattern_mismatch":  # the description says which
+        wanted = "a name"
     elif {dict, str} & {get_origin(option) or option for option in _options(_annotation(key))} == {dict, str}:
         wanted = "a section of keys and values, or text"
     else:
         wanted = _KINDS.get(kind, error["msg"])
     return f"{where}{name} is {_shown(given)}; expected {wanted}{_advice(kind, given)}{_description(key, ' ({})')}"
+
+
+def _bound(number: float) -> str:
+    return str(int(number)) if float(number).is_integer() else f"{number:g}"
 
 
 def _advice(kind: str, given: Any) -> str:

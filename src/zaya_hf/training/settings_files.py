@@ -27,6 +27,7 @@ from .settings_yaml import Key, Settings, dotted, read, read_value, write
 __all__ = ["dump", "find", "load"]
 
 COMMAND_LINE = "command line"
+_MOST_DIGITS = 9  # of the number of an entry in a list
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> TrainingConfig:
@@ -109,7 +110,10 @@ def _apply(settings: Settings, override: str) -> None:
     name, equals, text = override.partition("=")
     if not equals or not name.strip():
         raise ValueError(f"{COMMAND_LINE}: {override!r} is no setting; expected key=value, e.g. optimizer.lr=1e-3")
-    key: Key = tuple(int(part) if part.isdecimal() else part for part in name.strip().split("."))
+    parts = name.strip().split(".")
+    if long := [part for part in parts if part.isdecimal() and len(part) > _MOST_DIGITS]:
+        raise ValueError(f"{COMMAND_LINE}: {long[0][:20]}... has {len(long[0]):,} digits and is no number of an entry")
+    key: Key = tuple(int(part) if part.isdecimal() else part for part in parts)
     if "" in key or isinstance(key[0], int):
         raise ValueError(f"{COMMAND_LINE}: {name!r} is no dotted key; expected e.g. data.sources.0.path")
     if not text.strip():

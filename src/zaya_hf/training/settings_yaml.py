@@ -26,6 +26,7 @@ _SCALARS: dict[str, tuple[str, str]] = {
 }
 
 
+_TOO_DEEP = "no settings: YAML that is nested too deep"
 _PLAIN = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
 
 
@@ -41,6 +42,9 @@ for _name, (_pattern, _first) in _SCALARS.items():
     for _class in (_Loader, _Dumper):
         _firsts = [character if character != "\0" else "" for character in _first]
         _class.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(_pattern), _firsts)
+# What YAML 1.1 takes for something else than text is quoted too, so that its readers find what was written.
+for _character, _resolvers in yaml.SafeDumper.yaml_implicit_resolvers.items():
+    _Dumper.yaml_implicit_resolvers.setdefault(_character, []).extend(_resolvers)
 
 
 def _whole_number(loader: _Loader, node: yaml.ScalarNode) -> int:
@@ -80,8 +84,7 @@ def read(text: str, name: str) -> Settings:
     if not isinstance(node, yaml.MappingNode):
         raise ValueError(f"{name} holds no settings: expected `key: value` lines at its top level")
     origins: dict[Key, str] = {}
-    values = _Reading(name, origins).value(node, ())
-    return Settings(values, origins)
+    return Settings(_value(node, name, origins), origins)
 
 
 def read_value(text: str, name: str) -> Any:
@@ -91,11 +94,11 @@ def read_value(text: str, name: str) -> Any:
         ValueError: as `read`.
     """
     node = _compose(text, name)
-    return None if node is None else _Reading(name, {}).value(node, ())
+    return None if node is None else _value(node, name, {})
 
 
 def write(values: Any) -> str:
-    """YAML that `read` and other readers of YAML 1.2 take back as `values`."""
+    """YAML that `read` and other readers of YAML 1.2 or 1.1 take back as `values`."""
     text: str = yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
     return text
 
@@ -107,8 +110,17 @@ def _compose(text: str, name: str) -> yaml.Node | None:
         mark = error.problem_mark
         where = name if mark is None else f"{name}, line {mark.line + 1}"
         raise ValueError(f"{where}: no YAML: {' '.join((error.problem or str(error)).split())}") from None
+    except RecursionError:
+        raise ValueError(f"{name}: {_TOO_DEEP}") from None
     except yaml.YAMLError as error:  # characters that no YAML may have
         raise ValueError(f"{name}: no YAML: {' '.join(str(error).split())}") from None
+
+
+def _value(node: yaml.Node, name: str, origins: dict[Key, str]) -> Any:
+    try:
+        return _Reading(name, origins).value(node, ())
+    except RecursionError:
+        raise ValueError(f"{name}: {_TOO_DEEP}") from None
 
 
 class _Reading:
@@ -143,8 +155,9 @@ class _Reading:
                 raise ValueError(f"{self._where(name_node)}: a key has to be text; a text in braces needs quotes")
             if name in found:
                 raise ValueError(f"{self._where(name_node)}: {dotted((*key, name))} is there twice; keep one")
-            found[name] = self.value(value_node, (*key, name))
-            self._origins[(*key, name)] = self._where(name_node)
+            place = (*key, name)
+            found[name] = self.value(value_node, place)
+            self._origins[place] = self._where(name_node)
         return found
 
     def _scalar(self, node: yaml.Node) -> Any:

@@ -132,7 +132,14 @@ def prepare(
             key = _key([text], hashes, digest, chat, max_length)
             folder = cache_folder / f"{name}-{key[0][:16]}"
             built = _from_cache(folder, key[0]) or build_folder(
-                [text], tokenizer, folder, key=key, chat=chat, max_length=max_length, processes=processes
+                [text],
+                tokenizer,
+                folder,
+                key=key,
+                hashes=hashes,
+                chat=chat,
+                max_length=max_length,
+                processes=processes,
             )
             kind, files = "tokenised", ((name, folder),)
         else:
@@ -178,6 +185,7 @@ def build_folder(
     out: Path,
     *,
     key: tuple[str, list[dict[str, Any]]] | None = None,
+    hashes: FileHashes | None = None,
     chat: ChatConfig | None = None,
     max_length: int | None = None,
     processes: int = 1,
@@ -188,18 +196,19 @@ def build_folder(
     Args:
         out: does not exist, or is empty, or holds the same tokens, which are then left as they are.
         key: of `_key`; None: computed.
+        hashes: tells at the end whether a file is still that of the key; None: by reading each again.
         chat: the records are conversations.
         max_length: tokens of a conversation at most.
         with_tokenizer: save the tokenizer in the folder.
 
     Raises:
-        ValueError: a source is damaged, there is no document, or something else is at `out`.
+        ValueError: a source is damaged or was changed meanwhile, there is no document, or something else is at `out`.
     """
     if key is None:
         key = _key(sources, FileHashes(None), tokenizer_digest(tokenizer), chat, max_length)
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             return _already_there(out, key[0])
-    begun = time.perf_counter()
+    begun, begin = time.perf_counter(), _times(sources)
     size = vocabulary_size(tokenizer)
     encoder = Encoder(tokenizer, chat, max_length)
     left_out = 0
@@ -226,6 +235,7 @@ def build_folder(
             "chat": None if chat is None else chat.model_dump() | {"max_length": max_length},
             "dropped": dict(sorted(dropped.items())),
         }
+        _check_unchanged(sources, key[1], begin, hashes or FileHashes(None))
         new = True
         try:
             writer.finish(description, tokenizer if with_tokenizer else None)
@@ -236,6 +246,28 @@ def build_folder(
     seconds = time.perf_counter() - begun
     total = writer.bytes if chat is None else None
     return Built(out, new, writer.documents, writer.tokens, total, description["dropped"], seconds)
+
+
+def _times(sources: Sequence[TextSource]) -> list[int]:
+    """When each file was last changed, in nanoseconds. Raises ValueError where one is gone."""
+    try:
+        return [path.stat().st_mtime_ns for source in sources for _, path in source.files]
+    except OSError as error:
+        raise ValueError(f"{error.filename}: {error.strerror}") from error
+
+
+def _check_unchanged(
+    sources: Sequence[TextSource], files: Sequence[dict[str, Any]], times: Sequence[int], hashes: FileHashes
+) -> None:
+    """Refuse tokens of files that are no longer those of the key: they would be taken for those of the old content.
+
+    Args:
+        files, times: of the key, and from before the first file was read.
+    """
+    now = [file for source in sources for file in source.digests(hashes)]
+    for before, after, begin, end in zip(files, now, times, _times(sources), strict=True):
+        if before != after or begin != end:
+            raise ValueError(f"{before['path']} was changed while it was read: start again when it is whole")
 
 
 def _already_there(out: Path, key: str) -> Built:

@@ -94,7 +94,11 @@ def _mapped(name: str, path: Path, dtype: str | None) -> MappedArray:
             raise ValueError(f"{path} is no .npy file that can be mapped: {error}") from error
         if array.ndim != 1 or array.dtype.kind not in "iu":
             raise ValueError(f"{path} holds {array.dtype} {list(array.shape)}; integers with one dimension are needed")
-        return MappedArray(path, array.dtype.str, len(array), size - array.nbytes)
+        offset = int(array.offset) if isinstance(array, np.memmap) else size - array.nbytes
+        if offset + array.nbytes != size:
+            behind = size - offset - array.nbytes
+            raise ValueError(f"{path} has {behind:,} bytes behind its array of {len(array):,} ids: it is damaged")
+        return MappedArray(path, array.dtype.str, len(array), offset)
     if dtype is None:
         raise ValueError(f"{name} has raw ids: say of which dtype (uint16, uint32, int32)")
     itemsize = np.dtype(_DTYPES[dtype]).itemsize

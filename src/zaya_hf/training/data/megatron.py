@@ -20,6 +20,9 @@ _HEADER = struct.Struct("<QBQQ")  # version, code of the dtype, sequences, entri
 _DTYPES = {1: "|u1", 2: "|i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
 
+_FARTHEST = 2**62  # bytes; sums of places and lengths stay within int64
+
+
 @dataclass(frozen=True)
 class _Index:
     dtype: str
@@ -95,7 +98,7 @@ def _read_index(path: Path) -> _Index:
 def _documents(path: Path, index: _Index, size: int) -> tuple[np.ndarray, np.ndarray]:
     """First token and number of tokens of each document, int64 [documents]."""
     lengths, places, documents = index.lengths.astype(np.int64), index.places, index.documents
-    if (lengths < 0).any() or (places < 0).any() or (places % size).any():
+    if (lengths < 0).any() or (places < 0).any() or (places % size).any() or (places > _FARTHEST).any():
         raise ValueError(f"{path} is damaged: it has lengths or places that cannot be")
     if not len(documents) or documents[0] != 0 or documents[-1] != len(lengths) or (np.diff(documents) < 0).any():
         raise ValueError(f"{path} is damaged: its index of documents does not ascend from 0 to {len(lengths)}")

@@ -9,7 +9,7 @@ import re
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .token_files import META, is_token_folder
 
@@ -35,6 +35,7 @@ _SUFFIXES = {
 }
 # Of the standard library: tests and generated tables repeat themselves, installed packages are no part of it.
 _NO_LIBRARY = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "lib2to3"})
+_LONGEST_NAME = 100  # characters, as of names that are given: folders are called by them
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -61,7 +62,7 @@ def source_name(source: SourceConfig) -> str:
     if source.path.rstrip("/") == STDLIB:
         return "stdlib"
     last = source.path.rstrip("/").rsplit("/", 1)[-1]
-    return re.sub(r"[^A-Za-z0-9_.-]+", "-", last).strip("-.") or "source"
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", last).strip("-.")[:_LONGEST_NAME] or "source"
 
 
 def locate(source: SourceConfig) -> Located:
@@ -73,7 +74,18 @@ def locate(source: SourceConfig) -> Located:
     path = source.path.replace(STDLIB, sysconfig.get_path("stdlib"))
     if source.kind == "hub":
         return Located("hub", hub_id=source.path)
-    place = Path(path).expanduser()
+    try:
+        place = Path(path).expanduser()
+    except RuntimeError:
+        raise ValueError(f"{source.path}: the home folder of {path.split('/')[0]} is not known") from None
+    try:
+        return _on_disk(source, path, place)
+    except OSError as error:
+        raise ValueError(f"{error.filename or source.path}: {error.strerror or error}") from error
+
+
+def _on_disk(source: SourceConfig, path: str, place: Path) -> Located:
+    """Of a source that is no hub's for certain; `place` is where its `path` is."""
     if is_token_folder(place):
         if source.kind not in ("auto", "tokens"):
             raise ValueError(f"{source.path} is a folder of tokens ({META}), not of kind {source.kind}")
@@ -89,7 +101,10 @@ def locate(source: SourceConfig) -> Located:
         return _of_names(source, [(place.name, place)], in_folder=False)
     if glob.has_magic(path):
         root = Path(place.anchor)
-        found = sorted(path for path in root.glob(str(place.relative_to(root))) if path.is_file())
+        try:
+            found = sorted(path for path in root.glob(str(place.relative_to(root))) if path.is_file())
+        except (ValueError, IndexError, NotImplementedError) as error:
+            raise ValueError(f"{source.path} is no pattern that can be looked for: {error}") from None
         if not found:
             raise ValueError(f"no file fits the pattern {source.path}")
         return _of_names(source, _named(found), in_folder=False)
@@ -114,10 +129,15 @@ def _files_below(folder: Path, library: bool) -> list[tuple[str, Path]]:
     """All files in a folder and its folders, by name; hidden ones and caches are left out."""
     left_out = {"__pycache__"} | (_NO_LIBRARY if library else set())
     found = []
-    for place, folders, names in os.walk(folder):
+    for place, folders, names in os.walk(folder, onerror=_fail):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in left_out]
         found += [Path(place, name) for name in names if not name.startswith(".")]
     return sorted((path.relative_to(folder).as_posix(), path) for path in found if path.is_file())
+
+
+def _fail(error: OSError) -> None:
+    """os.walk leaves out what it cannot read, unless it is told not to."""
+    raise error
 
 
 def _kind_of(name: str) -> str | None:
@@ -187,7 +207,9 @@ def _megatron_files(source: SourceConfig, files: list[tuple[str, Path]]) -> list
 def _saved_dataset(source: SourceConfig, folder: Path) -> Located | None:
     """The Arrow files of a folder that `save_to_disk` of datasets wrote; None: it is none."""
     if (folder / "dataset_dict.json").is_file():
-        splits = json.loads((folder / "dataset_dict.json").read_text(encoding="utf-8")).get("splits", [])
+        splits = _described(folder / "dataset_dict.json", "splits")
+        if not all(isinstance(split, str) for split in splits):
+            raise ValueError(f"{folder / 'dataset_dict.json'} is damaged: splits that are no text")
         if source.split not in splits:
             raise ValueError(f"{source.path} has no split {source.split!r}; there is {', '.join(splits)}")
         folder = folder / source.split
@@ -196,8 +218,28 @@ def _saved_dataset(source: SourceConfig, folder: Path) -> Located | None:
         return None
     if source.kind not in ("auto", "arrow"):
         raise ValueError(f"{source.path} was written by save_to_disk of datasets: its kind is arrow, not {source.kind}")
-    names = [file["filename"] for file in json.loads(state.read_text(encoding="utf-8"))["_data_files"]]
+    names: list[str] = []
+    for file in _described(state, "_data_files"):
+        name = file.get("filename") if isinstance(file, dict) else None
+        if not isinstance(name, str) or name != Path(name).name:
+            raise ValueError(f"{state} is damaged: _data_files without names of files")
+        names.append(name)
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         raise ValueError(f"{source.path} is damaged: {missing[0]} is missing")
     return Located("arrow", tuple((name, folder / name) for name in names))
+
+
+def _described(file: Path, key: str) -> list[Any]:
+    """A list in a JSON file that datasets wrote.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        raise ValueError(f"{file} is damaged: it is not JSON") from None
+    if not isinstance(found, dict) or not isinstance(found.get(key), list):
+        raise ValueError(f"{file} is damaged: it has no list {key!r}")
+    return list(found[key])

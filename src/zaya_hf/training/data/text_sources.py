@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import re
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Record", "TextSource"]
 
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _ROWS = 256  # of a column read at once; a text may have megabytes
 
 
@@ -183,6 +185,7 @@ class TextSource:
                     reader = pa.ipc.open_file(file)
                     batches = (reader.get_batch(number) for number in range(reader.num_record_batches))
                 except pa.ArrowInvalid:  # datasets writes streams
+                    _check_stream_end(shown, file)
                     file.seek(0)
                     reader = pa.ipc.open_stream(file)
                     batches = iter(reader)
@@ -194,13 +197,19 @@ class TextSource:
     def _check_column(self, shown: str, schema: Any) -> None:
         if self.source.field not in schema.names:
             raise ValueError(f"{shown}: no column {self.source.field!r}; there is {', '.join(schema.names) or 'none'}")
+        if (there := schema.names.count(self.source.field)) > 1:
+            raise ValueError(f"{shown}: the column {self.source.field!r} is there {there} times; keep one")
 
     def _of_batches(self, shown: str, batches: Iterator[Any]) -> Iterator[tuple[str, Any]]:
         row = 0
         for batch in batches:
             column = batch.column(self.source.field)
             for first in range(0, len(column), _ROWS):
-                for value in column.slice(first, _ROWS).to_pylist():
+                try:
+                    values = column.slice(first, _ROWS).to_pylist()
+                except UnicodeDecodeError:  # in one of them: those before it are read, that one is named
+                    values = _decoded(shown, row, column.slice(first, _ROWS))
+                for value in values:
                     row += 1
                     yield f"{shown}, row {row}", value
 
@@ -215,6 +224,41 @@ class TextSource:
                 yield from self._record(f"{self.source.path}, row {row}", value)
 
 
+def _decoded(shown: str, row: int, column: Any) -> Iterator[Any]:
+    """Values of a column, one by one; `row` are before them.
+
+    Raises:
+        ValueError: for the first that is not UTF-8.
+    """
+    for number, value in enumerate(column, start=row + 1):
+        try:
+            found = value.as_py()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{shown}, row {number}: not UTF-8 (byte {error.start})") from None
+        yield found
+
+
+def _check_stream_end(shown: str, file: Any) -> None:
+    """Refuse an Arrow stream without the mark of its end: one cut between two batches looks whole to its reader.
+
+    Raises:
+        ValueError: there is none.
+        pyarrow.ArrowException: the file is no stream.
+    """
+    import pyarrow as pa
+
+    file.seek(0)
+    place = 0
+    while True:
+        try:
+            pa.ipc.read_message(file)  # mapped: the content of a batch is not read
+        except EOFError:  # at the mark, and where the file ends without one
+            break
+        place = file.tell()
+    if place == file.size():
+        raise ValueError(f"{shown} is no whole Arrow file: it ends between two batches, without the mark of its end")
+
+
 def _messages(origin: str, value: Any) -> list[dict[str, Any]]:
     """The messages of a conversation. Columns have a null for what a message does not have; it is left out."""
     if not isinstance(value, list):
@@ -226,8 +270,19 @@ def _messages(origin: str, value: Any) -> list[dict[str, Any]]:
         there = {name: content for name, content in message.items() if content is not None}
         if not isinstance(there.get("role"), str) or not isinstance(there.get("content", ""), str):
             raise ValueError(f'{origin}: message {number} has no text "role", or a "content" that is no text')
+        if not _is_unicode(there):
+            raise ValueError(f"{origin}: message {number} has half of a surrogate pair in it")
         found.append(there)
     return found
+
+
+def _is_unicode(value: Any) -> bool:
+    """Whether UTF-8 has every text in a value of JSON."""
+    if isinstance(value, dict):
+        return all(_is_unicode(part) for pair in value.items() for part in pair)
+    if isinstance(value, list):
+        return all(map(_is_unicode, value))
+    return not isinstance(value, str) or value.isascii() or not _SURROGATE.search(value)
 
 
 def _parsed(origin: str, line: bytes) -> Any:
@@ -240,6 +295,8 @@ def _parsed(origin: str, line: bytes) -> Any:
         raise ValueError(f"{origin}: not JSON: {error.msg} (column {error.colno}){hint}") from None
     except RecursionError:
         raise ValueError(f"{origin}: JSON that is nested too deep") from None
+    except ValueError:  # of int: Python takes no more digits
+        raise ValueError(f"{origin}: a number with thousands of digits") from None
 
 
 def _opened(shown: str, path: Path) -> IO[bytes]:

@@ -13,7 +13,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from zaya_hf import atomic
 from zaya_hf.temporary_folders import make_temporary, remove_temporary
 
-from ..checkpoint import sync_tree
+from ..checkpoint import complete_saves, sync_tree
+from ..run_folder import CHECKPOINTS
 from .bpe import train_bpe
 from .digests import FileHashes, of_values
 from .source_files import RAW_KINDS, locate
@@ -43,16 +44,20 @@ def of_run(config: TrainingConfig, run_folder: Path, *, build: bool = True) -> P
         build: True in the main process; the others wait for it, then pass False.
 
     Raises:
-        ValueError: there is none, the name is none of the hub, or the sources have too little text.
+        ValueError: there is none, the name is none of the hub, the sources have too little text, or the files in
+            ``run_folder/tokenizer`` are damaged.
     """
     place = run_folder / TOKENIZER
-    has_begun = place.is_dir() and any((run_folder / "checkpoints").glob("step-*"))
+    has_begun = place.is_dir() and bool(complete_saves(run_folder / CHECKPOINTS))
     if build and not has_begun:
         origin, make = _origin(config, run_folder)
         known = place / _ORIGIN
         if not (known.is_file() and known.read_text(encoding="utf-8") == _as_text(origin)):
             _save(make(), place, origin)
-    return load(str(place))
+    try:
+        return load(str(place))
+    except ValueError as error:
+        raise ValueError(f"{error}; delete that folder, and the same command makes it again") from error
 
 
 def load(path: str, revision: str | None = None) -> PreTrainedTokenizerBase:
