@@ -122,6 +122,7 @@ def test_bf16_load_peak_and_long_context(benchmark, capsys):
     assert set(rows["long-growth"]["exponents"]) == {"chunk", "decode"}
 
 
+@pytest.mark.slow
 def test_peak_memory_comes_from_processes_of_their_own(benchmark, capsys):
     ballast = torch.ones(2**28 // 4)  # 256 MiB here must not count there
     status, result, table = run(benchmark, capsys, "--dtype", "fp32", "--rows", "peak-train-*")

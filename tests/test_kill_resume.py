@@ -34,10 +34,12 @@ def killed_and_equal(script: Any, folder: Path, kills: int, seed: int) -> Any:
     return outcome
 
 
-def test_killed_twice(script: Any, tmp_path: Path) -> None:
-    """This seed aims at a removal within a save, and at the training; `test_training_checkpoint` has every moment of a
-    save."""
-    killed_and_equal(script, tmp_path, kills=2, seed=88)
+def test_killed_three_times(script: Any, tmp_path: Path) -> None:
+    """This seed aims at a removal within a save, at the training, and at the writing of a save.
+
+    `test_training_checkpoint` has every moment of a save.
+    """
+    killed_and_equal(script, tmp_path, kills=3, seed=88)
 
 
 @pytest.mark.slow

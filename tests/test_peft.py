@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers.models.zaya import ZayaForCausalLM as StockZaya
 
+import zaya_hf
 from zaya_hf import ZayaConfig, ZayaForCausalLM
 from zaya_hf.testing import TINY, random_ids, redraw, tiny_config
 from zaya_hf.training import lora_targets
@@ -355,5 +356,6 @@ def test_recipe_needs_neither_peft_nor_accelerate(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setitem(sys.modules, name, None)  # type: ignore[arg-type]  # an import of it fails
     for name in ("zaya_hf.training", "zaya_hf.training.lora"):
         monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(zaya_hf, "training", zaya_hf.training)  # what the import is about to set is taken back, too
     again = importlib.import_module("zaya_hf.training")
     assert set(again.lora_targets(tiny_config())["target_modules"]) == ATTENTION

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import importlib.util
 import json
 import math
@@ -28,7 +29,7 @@ from transformers import AutoTokenizer, GenerationConfig
 import zaya_cli
 import zaya_hf
 from zaya_hf.hub.card import check_card
-from zaya_hf.quickstart import collect, corpus, items, jobs, pool, progress, publish, search, summary
+from zaya_hf.quickstart import collect, corpus, items, jobs, pipeline, pool, progress, publish, search, summary
 from zaya_hf.quickstart.models import FAMILIES
 from zaya_hf.quickstart.recipe import Recipe
 
@@ -41,6 +42,10 @@ def few_items() -> Iterator[None]:
     """Less text and fewer questions than the command has: what is tested does not depend on how many."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(corpus, "_BUDGETS", {"train": 250_000, "validation": 30_000, "held_out": 60_000})
+        # Every run would read it anew, for seconds; `test_corpus.py` shows that it stays the same.
+        once = functools.cache(corpus.load_corpus)
+        patch.setattr(corpus, "load_corpus", once)
+        patch.setattr(pipeline, "load_corpus", once)
         patch.setattr(items, "_PAIRS", 8)
         patch.setattr(items, "_PIECES_PER_KIND", 3)
         patch.setattr(items, "_FEWEST", 1)

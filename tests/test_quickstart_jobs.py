@@ -208,6 +208,7 @@ class TestJob:
 
 
 class TestPool:
+    @pytest.mark.slow
     def test_an_interrupted_pool_goes_on_and_gives_the_numbers_of_one_process(self, job: Job, tmp_path: Path) -> None:
         todo = [replace(job, seed=seed, folder=tmp_path / f"seed{seed}") for seed in (3, 4, 5)]
         with pytest.raises(KeyboardInterrupt):
@@ -266,6 +267,7 @@ class TestPool:
         with pytest.raises(RuntimeError, match=r"the process of zaya-seed3 died \(signal 9"):
             pool.run_jobs([job], 1, Watch())
 
+    @pytest.mark.slow
     def test_workers_of_a_killed_parent_do_not_go_on(self, job: Job, tmp_path: Path) -> None:
         """One that evaluates ends at once: it must not write into a folder that the next run has already."""
         script = tmp_path / "parent.py"

@@ -144,17 +144,22 @@ class TestLoad:
         assert config.data.sources[0].path == "{stdlib}/*.py"
 
     def test_a_dumped_config_is_the_same(self, file: Path, tmp_path: Path) -> None:
-        config = changed(file, "model.lora.r=4", "ema_decay=0.9", "logging.project=no", "data.sources.1.path=1e3")
+        start = "model={checkpoint: base, lora: {r: 4}}"
+        config = changed(file, start, "ema_decay=0.9", "logging.project=no", "data.sources.1.path=1e3")
         again = tmp_path / "again.yaml"
         again.write_text(dump(config), encoding="utf-8")
         assert load(again) == config
+
+    def test_an_override_within_a_section_that_is_null(self, file: Path) -> None:
+        config = changed(file, "model={checkpoint: base}", "model.lora.r=8")
+        assert config.model.lora is not None
+        assert config.model.lora.r == 8
 
     def test_overrides(self, file: Path) -> None:
         config = changed(
             file,
             "optimizer.lr=1e-3",
             "schedule.name=wsd",
-            "model.lora.r=8",
             "guard.spike_z=null",
             "data.sources.0.path=x",
             "data.sources.1={path: y, weight: 2}",
@@ -167,8 +172,6 @@ class TestLoad:
         assert config.optimizer.lr == 1e-3
         assert config.optimizer.betas == (0.8, 0.9)
         assert config.schedule.name == "wsd"
-        assert config.model.lora is not None
-        assert config.model.lora.r == 8
         assert config.guard.spike_z is None
         assert [(source.path, source.weight) for source in config.data.sources] == [("x", 1.0), ("y", 2)]
         assert config.model.config == {"hidden_size": 64, "rope_parameters": {"hybrid": {"rope_theta": 1e6}}}

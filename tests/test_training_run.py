@@ -301,7 +301,11 @@ def test_adapters_keep_their_base_model(
         "evaluation": {},
         "optimizer": {"lr": 1e-3},
     }
+    monkeypatch.chdir(tmp_path)
+    lora["model"]["checkpoint"] = "base"
     assert run.main(config(tmp_path / "lora", texts, steps=1, **lora)) == 0
+    adapter = json.loads((tmp_path / "lora" / "model" / "adapter_config.json").read_text())
+    assert adapter["base_model_name_or_path"] == str(base / "model")  # also from elsewhere
     shutil.copy(base / "model-ema" / "model.safetensors", base / "model" / "model.safetensors")
     with pytest.raises(ValueError, match="began with another base model"):
         run.main(config(tmp_path / "lora", texts, steps=2, accept_changes=["steps"], **lora))
@@ -312,6 +316,18 @@ def test_adapters_keep_their_base_model(
     lora["model"]["checkpoint"] = "step-6"
     with pytest.raises(ValueError, match="adapters need their base model to stay"):
         base_digest(config(tmp_path / "other", texts, steps=1, **lora))
+
+
+def test_a_missing_start_is_said_before_anything_is_made(finished: Path, texts: Path, tmp_path: Path) -> None:
+    shutil.copytree(finished / "model", tmp_path / "start")
+    begun: dict[str, Any] = {"model": {"checkpoint": str(tmp_path / "start")}, "tokenizer": {}, "steps": 1}
+    assert run.main(config(tmp_path / "out", texts, **begun)) == 0
+    shutil.rmtree(tmp_path / "start")
+    with pytest.raises(FileNotFoundError, match=r"there is no folder '.*start'"):
+        run.main(config(tmp_path / "other", texts, **begun))
+    assert not (tmp_path / "other").exists()
+    # a run that has begun needs it no more
+    assert run.main(config(tmp_path / "out", texts, **begun | {"steps": 2, "accept_changes": ["steps"]})) == 0
 
 
 def test_a_folder_of_something_else_is_left_alone(texts: Path, tmp_path: Path) -> None:

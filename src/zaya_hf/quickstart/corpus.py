@@ -11,6 +11,7 @@ import hashlib
 import importlib.util
 import sysconfig
 import warnings
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,6 +22,7 @@ from typing import Literal
 _SKIPPED_PARTS = frozenset({"test", "tests", "site-packages", "dist-packages", "__pycache__", "encodings", "lib2to3"})
 # Big pure-Python dependencies of zaya_hf, in the order in which they are tried.
 _FALLBACK_PACKAGES = ("transformers", "torch", "numpy")
+_HOLD_STATEMENTS = (ast.stmt, ast.excepthandler, ast.match_case)
 _TOPICS = "pydoc_data/topics.py"  # the language reference, as one dict literal of texts
 # Bytes of each kind; a file that crosses the line is taken as a whole.
 _BUDGETS = {"train": 2_250_000, "validation": 120_000, "held_out": 300_000}
@@ -91,7 +93,11 @@ def _python_files(roots: Iterable[Path]) -> list[tuple[str, Path]]:
 
 
 def _docstrings(tree: ast.AST) -> Iterator[str]:
-    for node in ast.walk(tree):
+    """Those of 40 characters and more, outer ones first. Expressions, most of a tree, have none in them."""
+    waiting = deque([tree])
+    while waiting:
+        node = waiting.popleft()
+        waiting.extend(child for child in ast.iter_child_nodes(node) if isinstance(child, _HOLD_STATEMENTS))
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             text = ast.get_docstring(node)
             if text and len(text) >= 40:

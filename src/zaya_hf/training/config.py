@@ -58,6 +58,8 @@ class ModelConfig(Section):
             raise ValueError(f"give either config (a fresh model) or checkpoint (weights to start from){given}")
         if self.config is not None and self.overrides:
             raise ValueError("overrides are for a checkpoint; a fresh model has everything in config")
+        if self.config is not None and self.lora is not None:
+            raise ValueError("lora adapts a checkpoint; a fresh model (config) has nothing to adapt")
         return self
 
 
@@ -265,6 +267,12 @@ class TrainingConfig(Section):
         if (self.steps is None) == (self.tokens is None):
             given = "not both; null takes one of them out" if self.steps is not None else "as the length of the run"
             raise ValueError(f"give either steps or tokens, {given}")
+        return self
+
+    @model_validator(mode="after")
+    def _routers_stay(self) -> TrainingConfig:
+        if self.model.lora is not None and self.balancing.controller != "frozen":
+            raise ValueError("model.lora leaves the routers as they are: set balancing.controller to frozen")
         return self
 
     @property

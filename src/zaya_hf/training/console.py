@@ -6,12 +6,14 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TextIO
 
 from rich.console import Console as Screen
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
+from transformers.utils import logging as transformers_logging
 
 from ..reporting.formats import duration, plain, short_count
 
@@ -159,3 +161,16 @@ def is_terminal(stream: TextIO) -> bool:
         return False
     size = os.get_terminal_size(stream.fileno())
     return size.columns > 0 and size.lines > 0
+
+
+@contextmanager
+def transformers_bars(shown: bool) -> Iterator[None]:
+    """Whether transformers draws its progress bars, one for every model that it reads or writes."""
+    before = transformers_logging.is_progress_bar_enabled()
+    if before and not shown:
+        transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if before:
+            transformers_logging.enable_progress_bar()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -18,6 +19,7 @@ from ..modeling_zaya import ZayaForCausalLM
 from ..weight_files import check_exists
 from .checkpoint import newest_model
 from .config import LoraConfig, ModelConfig, TrainingConfig
+from .console import is_terminal, transformers_bars
 from .data.digests import of_values, sampled
 from .lora import lora_targets
 from .run_folder import CHECKPOINTS
@@ -54,15 +56,11 @@ def build(
 
     Raises:
         ValueError, OSError: one line: what in `config.model` is unknown, out of range or does not fit the checkpoint;
-            a tokenizer with more ids than the model, rows longer than its context; LoRA with balancing biases that
-            move; what `ZayaForCausalLM.from_pretrained` refuses.
+            a tokenizer with more ids than the model, rows longer than its context; what
+            `ZayaForCausalLM.from_pretrained` refuses.
         ModuleNotFoundError: LoRA without PEFT.
     """
     settings = config.model
-    if settings.lora is not None and settings.checkpoint is None:
-        raise ValueError("model.lora adapts a checkpoint; a fresh model (model.config) has nothing to adapt.")
-    if settings.lora is not None and config.balancing.controller != "frozen":
-        raise ValueError("model.lora leaves the routers as they are: set balancing.controller to frozen.")
     if start is not None and settings.lora is None:
         model = _load(str(start), None, None, {}, settings.dtype)
     elif settings.checkpoint is not None:
@@ -252,7 +250,8 @@ def _load(source: str, base: str | None, revision: str | None, overrides: Mappin
     weights, own_revision = (source, revision) if base is None else (base, None)
     config = _overridden(weights, own_revision, overrides)
     options = {"config": config, "dtype": getattr(torch, dtype), **_download(own_revision)}
-    model = ZayaForCausalLM.from_pretrained(weights, **options)
+    with transformers_bars(is_terminal(sys.stderr)):
+        model = ZayaForCausalLM.from_pretrained(weights, **options)
     for name in _IDS:
         if name in overrides:  # a checkpoint has them twice
             setattr(model.generation_config, name, overrides[name])
@@ -276,6 +275,9 @@ def _with_adapters(model: Any, lora: LoraConfig, start: Path | None, seed: int) 
     targets = lora_targets(model, attention=lora.attention, experts=lora.experts, layers=lora.layers)
     if start is not None:
         return peft.PeftModel.from_pretrained(model, start, is_trainable=True)
+    base = Path(model.name_or_path)
+    if base.is_dir():  # PEFT writes it into the adapter's folder, which is used from other working directories, too
+        model.name_or_path = str(base.absolute())
     options = peft.LoraConfig(**targets, r=lora.r, lora_alpha=lora.alpha, task_type="CAUSAL_LM")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -17,7 +17,7 @@ from ..atomic import write_text
 from ..configuration_zaya import ZayaConfig
 from . import environment, models, rng, run_folder, sharding, state
 from .balancing import BiasBalancer
-from .checkpoint import Checkpoint, CheckpointStore
+from .checkpoint import Checkpoint, CheckpointStore, complete_saves
 from .config import SourceConfig, TrainingConfig
 from .data import build, tokenizers
 from .data.documents import TokenDocuments, held_out_split
@@ -59,6 +59,8 @@ def main(config: TrainingConfig) -> int:
         Diverged: see `loop.train`.
     """
     out = Path(config.out)
+    if config.model.checkpoint is not None and not complete_saves(out / run_folder.CHECKPOINTS):
+        models.config_of(config.model)  # what is not there is said before a folder is made and text is read
     with ExitStack() as stack:
         stopper = Stopper(config.guard.wall_clock_minutes)  # the budget runs from here
         accelerator = make_accelerator(config.precision)

@@ -27,10 +27,10 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-from transformers.utils import logging as transformers_logging
 
 from . import rng
 from .checkpoint import MODEL, Checkpoint, CheckpointStore, stand_whole
+from .console import transformers_bars
 from .parts import Progress, Run
 from .ranks import on_main, rank, together, world_size
 from .sharding import full_state, load_full_state
@@ -214,7 +214,7 @@ def _save_model(model: nn.Module, weights: dict[str, Tensor], folder: Path) -> N
         options["save_embedding_layers"] = False  # else PEFT asks the Hub whether the base model's vocabulary is this
     else:
         options |= {"max_shard_size": SHARD_SIZE, "save_original_format": False}
-    with _no_bars():
+    with transformers_bars(False):
         model.save_pretrained(folder, **options)  # type: ignore[operator]
 
 
@@ -281,15 +281,3 @@ def _no_warning_of_one_process() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         yield
-
-
-@contextmanager
-def _no_bars() -> Iterator[None]:
-    """transformers draws a progress bar for every model that it writes."""
-    shown = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            transformers_logging.enable_progress_bar()
