@@ -188,12 +188,24 @@ class TestSubsets:
             tuple(ids) for ids in documents[::2]
         }
 
-    def test_an_empty_side_is_an_error(self, tmp_path: Path) -> None:
-        found = write(tmp_path / "f", [[5, 6]])
-        with pytest.raises(
-            ValueError, match=r"some: of 1 documents, a held-out fraction of 1e-09 leaves none held out"
-        ):
-            held_out_split(found, 1e-9)
+    @pytest.mark.parametrize("fraction", [1e-9, 0.2, 0.999999])
+    def test_of_few_documents_one_is_held_out_and_one_is_not(self, tmp_path: Path, fraction: float) -> None:
+        sides = []
+        for number in range(20):
+            documents = [[number + 1, word] for word in (5, 6, 7, 5)]
+            train, held_out = held_out_split(write(tmp_path / str(number), documents), fraction)
+            sides.append((all_ids(train), all_ids(held_out)))
+            assert sorted(map(tuple, (*sides[-1][0], *sides[-1][1]))) == sorted(map(tuple, documents))
+            assert not {tuple(ids) for ids in sides[-1][0]} & {tuple(ids) for ids in sides[-1][1]}
+        assert all(train and held_out for train, held_out in sides)
+
+    @pytest.mark.parametrize(
+        ("documents", "said"), [([[5, 6]], "here is one"), ([[5, 6], [5, 6]], "here are 2, all the same")]
+    )
+    def test_an_empty_side_is_an_error(self, tmp_path: Path, documents: list[list[int]], said: str) -> None:
+        for fraction in (1e-9, 0.5, 0.999999):
+            with pytest.raises(ValueError, match=rf"some: data\.held_out_fraction needs two .*{said}"):
+                held_out_split(write(tmp_path / str(fraction), documents), fraction)
 
 
 class TestDigests:

@@ -162,6 +162,15 @@ def test_slurm_scripts_are_bash() -> None:
         assert f"train/slurm/{script.name}" in README
 
 
+def test_the_file_in_the_readme_is_valid(tmp_path: Path) -> None:
+    (block,) = re.findall(r"```yaml\n(.*?)```", README, re.S)
+    (tmp_path / "my.yaml").write_text(block, encoding="utf-8")
+    config = load(tmp_path / "my.yaml")
+    assert config.model.checkpoint == "Zyphra/ZAYA1-8B"
+    assert config.total_steps == 62
+    assert [source.path for source in config.data.sources] == ["texts/*.jsonl", "notes/*.txt"]
+
+
 def test_commands_of_the_readme_are_right() -> None:
     blocks = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
     commands = [

@@ -94,6 +94,9 @@ def main(config: TrainingConfig) -> int:
             )
         if found is not None and found.step > config.total_steps:
             raise ValueError(f"steps is {config.total_steps}, but the run in {out} has done {found.step} already.")
+        if found is not None and found.step == config.total_steps and _has_models(config):
+            recorder.say(_complete(config))
+            return 0
         loader = stack.enter_context(Prefetcher(data, config.data.workers))
         run = _assemble(config, accelerator, text, found, loader)
         run.stopper, run.recorder = stopper, recorder
@@ -105,7 +108,7 @@ def main(config: TrainingConfig) -> int:
         if steps_left:
             on_main(lambda: _remove_models(out))
         outcome = train(run)
-        if outcome.stopped is None and not all(folder.is_dir() for folder in _models(config)):
+        if outcome.stopped is None and not _has_models(config):
             _finish(config, run, recorder, text.tokenizer)
         recorder.say(_last_words(config, outcome))
         return outcome.exit_code
@@ -237,10 +240,10 @@ def _finish(config: TrainingConfig, run: Run, recorder: Recorder, tokenizer: Pre
     recorder.event("finish", run.progress.step)
 
 
-def _models(config: TrainingConfig) -> list[Path]:
-    """The folders that a run ends with."""
+def _has_models(config: TrainingConfig) -> bool:
+    """Whether the folders are there that a run ends with."""
     names = [run_folder.MODEL] if config.ema_decay is None else [run_folder.MODEL, run_folder.EMA_MODEL]
-    return [Path(config.out) / name for name in names]
+    return all(Path(config.out, name).is_dir() for name in names)
 
 
 def _remove_models(out: Path) -> None:
@@ -270,6 +273,10 @@ def _check_targets(sources: list[TokenDocuments]) -> None:
 
 def _last_words(config: TrainingConfig, outcome: Outcome) -> str:
     if outcome.stopped is None:
-        return f"all {outcome.steps} steps are done: the model is in {Path(config.out) / run_folder.MODEL}"
+        return _complete(config)
     left = config.total_steps - outcome.steps
     return f"stopped ({outcome.stopped}) after step {outcome.steps}, saved; the same command does the other {left}"
+
+
+def _complete(config: TrainingConfig) -> str:
+    return f"all {config.total_steps} steps are done: the model is in {Path(config.out) / run_folder.MODEL}"

@@ -138,16 +138,22 @@ def held_out_split(documents: TokenDocuments, fraction: float) -> tuple[TokenDoc
     """(training, held out): a document is held out if its hash says so, so that copies of it are on the same side.
 
     Args:
-        fraction: of the documents to hold out, in (0, 1); met on average.
+        fraction: of the documents to hold out, in (0, 1); met on average. However few there are, at least one is held
+            out, and one is not.
 
     Raises:
-        ValueError: one of the two is empty.
+        ValueError: there are no two different documents.
     """
-    out = hashes(documents) < np.uint64(int(fraction * 2**64))
+    found = hashes(documents)
+    out = found < np.uint64(int(fraction * 2**64))
+    if not out.any():
+        out = found == found.min(initial=np.iinfo(np.uint64).max)
+    elif out.all():
+        out = found != found.max()
     if out.all() or not out.any():
-        side = "training" if out.all() else "held out"
+        there = "is one" if len(documents) == 1 else f"are {len(documents)}, all the same"
         raise ValueError(
-            f"{documents.name}: of {len(documents)} documents, a held-out fraction of {fraction} leaves none {side}; "
-            "change data.held_out_fraction, or name files in data.held_out"
+            f"{documents.name}: data.held_out_fraction needs two different documents, one of them to train on; here "
+            f"{there}. Name files in data.held_out."
         )
     return documents.subset(np.flatnonzero(~out)), documents.subset(np.flatnonzero(out))
