@@ -40,6 +40,18 @@ def run(benchmark: Any, capsys: pytest.CaptureFixture[str], *arguments: str) -> 
     return status, json.loads(output.out), output.err
 
 
+def assert_bytes_and_operations_are_by_formula(rows: list[dict[str, Any]]) -> None:
+    norm = {row["pass"]: row for row in rows if row["operator"] == "residual_norm" and row["size"] == "40 tokens"}
+    vector, stream = 512 * 4, 40 * 512 * 4
+    forward = 2 * stream + 5 * vector + 2 * stream
+    assert norm["forward"]["bytes"] == forward
+    gradients = 2 * stream + 5 * vector
+    assert norm["forward and backward"]["bytes"] == forward + (2 * stream + 5 * vector) + 2 * stream + gradients
+    experts = {row["pass"]: row for row in rows if row["operator"] == "experts" and row["size"] == "3 tokens"}
+    assert experts["forward"]["flops"] == 2 * 3 * 512 * 512 * 3
+    assert experts["forward and backward"]["flops"] == 3 * experts["forward"]["flops"]
+
+
 def test_every_operator_is_checked_and_timed(
     benchmark: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -64,6 +76,7 @@ def test_every_operator_is_checked_and_timed(
     assert all("grouped_mm_us" in row or "grouped_mm_error" in row for row in rows if row["operator"] == "experts")
     passes = [row["pass"] for row in rows if row["operator"] == "cca_mix"]
     assert passes == ["forward", "forward and backward"]
+    assert_bytes_and_operations_are_by_formula(rows)
 
 
 def test_narrow_dtypes_are_held_to_their_tolerance(benchmark: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -71,19 +84,6 @@ def test_narrow_dtypes_are_held_to_their_tolerance(benchmark: Any, capsys: pytes
     status, result, _ = run(benchmark, capsys, *chosen)
     assert status == 0
     assert {row["dtype"] for row in result["rows"]} == {"bf16"}
-
-
-def test_bytes_and_operations_are_by_formula(benchmark: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = run(benchmark, capsys, "--dtype", "fp32", "--operator", "residual_norm", "--operator", "experts")[1]["rows"]
-    norm = {row["pass"]: row for row in rows if row["operator"] == "residual_norm" and row["size"] == "40 tokens"}
-    vector, stream = 512 * 4, 40 * 512 * 4
-    forward = 2 * stream + 5 * vector + 2 * stream
-    assert norm["forward"]["bytes"] == forward
-    gradients = 2 * stream + 5 * vector
-    assert norm["forward and backward"]["bytes"] == forward + (2 * stream + 5 * vector) + 2 * stream + gradients
-    experts = {row["pass"]: row for row in rows if row["operator"] == "experts" and row["size"] == "3 tokens"}
-    assert experts["forward"]["flops"] == 2 * 3 * 512 * 512 * 3
-    assert experts["forward and backward"]["flops"] == 3 * experts["forward"]["flops"]
 
 
 @pytest.mark.parametrize("part", ["result 0", "gradient of weight"])

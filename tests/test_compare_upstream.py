@@ -103,6 +103,7 @@ def test_floor_counts_every_product_once(benchmark):
     products.run(call)
 
 
+@pytest.mark.slow
 def test_bf16_load_peak_and_long_context(benchmark, capsys):
     status, result, table = run(
         benchmark, capsys, "--dtype", "bf16", "--rows", "ragged-padded", "--rows", "load", "--rows", "long-*"

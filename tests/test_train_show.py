@@ -215,7 +215,7 @@ class TestMemory:
         model = ZayaForCausalLM(config)
         adapted = peft.get_peft_model(model, peft.LoraConfig(**lora_targets(model, layers=[1, 2]), r=3))
         trained = sum(parameter.nbytes for parameter in adapted.parameters() if parameter.requires_grad)
-        settings = run_config({}, model={"config": {}, "lora": {"r": 3, "layers": [1, 2]}, "dtype": "bfloat16"})
+        settings = run_config({}, model={"checkpoint": "base", "lora": {"r": 3, "layers": [1, 2]}, "dtype": "bfloat16"})
         items = self.items(settings, config)
         assert items["adapters"] == items["gradients"] == trained
         assert items["weights"] == count_parameters(config).total * 2
