@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from torch.distributed.checkpoint import CheckpointException
@@ -389,6 +389,10 @@ def test_a_folder_stands_whole(tmp_path: Path) -> None:
     assert names(tmp_path / "a") == ["model"]
 
 
+def denied(path: Any) -> NoReturn:
+    raise PermissionError(13, "Permission denied", str(path))
+
+
 def test_one_that_cannot_be_read_is_not_taken_for_a_damaged_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -396,10 +400,7 @@ def test_one_that_cannot_be_read_is_not_taken_for_a_damaged_one(
     store = CheckpointStore(tmp_path)
     save(store, 2)
 
-    def away(path: Path) -> str:
-        raise PermissionError(13, "Permission denied", str(path))
-
-    monkeypatch.setattr(checkpoint, "_sha256", away)
+    monkeypatch.setattr(checkpoint, "_sha256", denied)
     with pytest.raises(OSError, match=r"step-2 cannot be read .*Permission denied"):
         store.newest()
     monkeypatch.undo()
@@ -424,11 +425,8 @@ def test_a_folder_that_cannot_be_read_is_not_taken_for_an_empty_one(
     store = CheckpointStore(tmp_path)
     save(store, 2)
 
-    def away(path: Any) -> Any:
-        raise PermissionError(13, "Permission denied", str(path))
-
-    monkeypatch.setattr(os, "listdir", away)
-    monkeypatch.setattr(os, "scandir", away)
+    monkeypatch.setattr(os, "listdir", denied)
+    monkeypatch.setattr(os, "scandir", denied)
     with pytest.raises(OSError, match="Permission denied"):
         store.newest()
     with pytest.raises(OSError, match="Permission denied"):

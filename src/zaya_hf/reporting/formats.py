@@ -24,6 +24,18 @@ def visible(text: str) -> str:
     return _NOT_TEXT.sub("\ufffd", text)
 
 
+def distinct(names: Sequence[str]) -> list[str]:
+    """Names of which the second and later equal ones have a number: a, a (2). No number makes a name that is there."""
+    found: list[str] = []
+    for place, name in enumerate(names):
+        number, unlike = 1, name
+        while unlike in found or (number > 1 and unlike in names[place:]):
+            number += 1
+            unlike = f"{name} ({number})"
+        found.append(unlike)
+    return found
+
+
 def count(number: float) -> str:
     """A number of things, exactly: 1024 -> 1,024."""
     return f"{number:,}" if isinstance(number, int) else f"{number:,.0f}"

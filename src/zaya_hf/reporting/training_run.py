@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from zaya_hf.reporting.formats import count, date, duration, joined, number_word, plain, score, short_count
+from zaya_hf.reporting.formats import count, date, distinct, duration, joined, number_word, plain, score, short_count
 from zaya_hf.reporting.page import render
 from zaya_hf.reporting.run_charts import charts
 from zaya_hf.reporting.run_files import TrainingRecord, flat, mapping, number, read_run
@@ -64,13 +65,8 @@ def build_report(folders: Sequence[Path]) -> str:
 
 def _distinct(runs: list[TrainingRecord]) -> list[TrainingRecord]:
     """Folders of one name in different places get a number."""
-    seen: dict[str, int] = {}
-    found = []
-    for run in runs:
-        seen[run.name] = seen.get(run.name, 0) + 1
-        name = run.name if seen[run.name] == 1 else f"{run.name} ({seen[run.name]})"
-        found.append(TrainingRecord(**{**vars(run), "name": name}))
-    return found
+    names = distinct([run.name for run in runs])
+    return [replace(run, name=name) for run, name in zip(runs, names, strict=True)]
 
 
 def _total(run: TrainingRecord) -> int | None:

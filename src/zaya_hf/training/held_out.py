@@ -22,6 +22,7 @@ from accelerate import Accelerator
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from ..reporting.formats import distinct
 from . import rng
 from .config import TrainingConfig
 from .data.documents import TokenDocuments, hashes
@@ -146,7 +147,7 @@ class Evaluator:
             sum(known) if len(known) == len(self._sources) else None,
             math.fsum(source.unpredicted_nats for source in self._sources),
         )
-        names = _distinct([source.rows.documents.name for source in self._sources])
+        names = distinct([source.rows.documents.name for source in self._sources])
         return {**whole, "sources": dict(zip(names, sources, strict=True))}
 
     def _sums(self, model: nn.Module, rows: HeldOutRows) -> torch.Tensor:
@@ -197,18 +198,6 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         for module, training in modes.items():
             module.training = training
         rng.restore(state)
-
-
-def _distinct(names: Sequence[str]) -> list[str]:
-    """Names of which the second and later equal ones have a number: a, a (2). No number makes a name that is there."""
-    found: list[str] = []
-    for place, name in enumerate(names):
-        number, unlike = 1, name
-        while unlike in found or (number > 1 and unlike in names[place:]):
-            number += 1
-            unlike = f"{name} ({number})"
-        found.append(unlike)
-    return found
 
 
 def _bytes(documents: TokenDocuments) -> int | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import sys
 from collections.abc import Mapping
 from dataclasses import fields
@@ -23,6 +22,7 @@ from .console import is_terminal, transformers_bars
 from .data.digests import of_values, sampled
 from .lora import lora_targets
 from .run_folder import CHECKPOINTS
+from .settings_errors import near_hint
 
 __all__ = ["base_digest", "build", "config_of"]
 
@@ -180,9 +180,7 @@ def _check_names(values: Mapping[str, Any], where: str) -> None:
         if name == "dtype":
             raise ValueError(f"{where}.dtype: give model.dtype instead.")
         if name not in known:
-            near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.6)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise ValueError(f"{where}.{name}: a ZAYA config has no such field{hint}")
+            raise ValueError(f"{where}.{name}: a ZAYA config has no such field{near_hint(name, known)}")
 
 
 def _from_dict(values: dict[str, Any], where: str) -> ZayaConfig:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from accelerate import Accelerator, DistributedType
 from transformers import PreTrainedTokenizerBase
 
@@ -104,8 +103,7 @@ def main(config: TrainingConfig) -> int:
             store, seed=config.seed, facts=identity.facts, accepts=identity.accepts, say=recorder.say
         )
         _begin(config, run, recorder, found)
-        steps_left = run.progress.step < config.total_steps
-        if steps_left:
+        if run.progress.step < config.total_steps:
             on_main(lambda: _remove_models(out))
         outcome = train(run)
         if outcome.stopped is None and not _has_models(config):
@@ -260,9 +258,8 @@ def _remove_models(out: Path) -> None:
 def _check_targets(sources: list[TokenDocuments]) -> None:
     """Each has to have a token to predict, else its steps teach nothing. Looks no further than the first one."""
     for source in sources:
-        for document in np.flatnonzero(np.asarray(source.lengths) > 1).tolist():
-            targets = source.targets(document, 1, int(source.lengths[document]))
-            if targets is None or targets.any():
+        for document, length in enumerate(source.lengths):
+            if length > 1 and ((targets := source.targets(document, 1)) is None or targets.any()):
                 break
         else:
             raise ValueError(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
 from .config import TrainingConfig
 from .data.rows import check_same
+from .settings_errors import near_hint
 from .state import versions
 
 __all__ = ["RunIdentity"]
@@ -103,9 +103,7 @@ class RunIdentity:
         }
         for name in self._config.accept_changes:
             if name not in known:
-                near = difflib.get_close_matches(name, sorted(known), n=1)
-                hint = f"; did you mean {near[0]}?" if near else ""
-                raise ValueError(f"accept_changes: there is no setting {name}{hint}")
+                raise ValueError(f"accept_changes: there is no setting {name}{near_hint(name, known)}")
 
     def _accepted(self, key: str) -> bool:
         return any(key == accepted or key.startswith(f"{accepted}.") for accepted in self._config.accept_changes)

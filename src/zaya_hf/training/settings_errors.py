@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
@@ -83,9 +83,7 @@ def _line(key: Key, error: Any, settings: Settings) -> str:
         return f"{where}{f'{name}: ' if name else ''}{context['error']!s}"
     if kind == "literal_error":
         allowed = _allowed(_annotation(key))
-        near = difflib.get_close_matches(str(given), allowed, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        return f"{where}{name} is {_shown(given)}; expected one of {', '.join(allowed)}{hint}"
+        return f"{where}{name} is {_shown(given)}; expected one of {', '.join(allowed)}{near_hint(str(given), allowed)}"
     if kind in ("too_short", "too_long"):
         count = context.get("min_length", context.get("max_length"))
         word = "at least" if kind == "too_short" else "at most"
@@ -203,6 +201,12 @@ def _known(section: type[BaseModel], prefix: Key) -> Iterator[Key]:
         inner, listed = _section(field.annotation)
         if inner is not None:
             yield from _known(inner, (*prefix, name, 0) if listed else (*prefix, name))
+
+
+def near_hint(name: str, known: Iterable[str]) -> str:
+    """What to put behind the message of an unknown `name`: the known one that may have been meant, or nothing."""
+    near = difflib.get_close_matches(name, sorted(known), n=1)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def _nearest(key: Key) -> str:
