@@ -31,8 +31,8 @@ LAYERS: list[set[str]] = [
     },
     {"modeling_zaya"},
     {"training", "evaluation", "checkpoints", "inference"},
-    {"hub", "doctor", "generation_cli", "chat_cli", "bench_cli", "train_cli", "data_cli"},
-    {"quickstart", "report_cli"},
+    {"hub", "doctor", "generation_cli", "chat_cli", "bench_cli", "train_cli", "data_cli", "lm_eval_cli"},
+    {"quickstart", "report_cli", "eval_cli"},
     {"__main__"},
 ]
 MODEL_LAYER = 1
@@ -271,6 +271,8 @@ def test_opting_out_registers_nothing() -> None:
         ["chat", "--help"],
         ["train", "--help"],
         ["data", "build", "--help"],
+        ["eval", "--help"],
+        ["eval"],
         ["chat"],
         ["no-such"],
     ],

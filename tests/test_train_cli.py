@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 import zaya_cli
 from commands import error_line, zaya
+from zaya_hf import launching
 from zaya_hf.training import __main__ as process
 from zaya_hf.training import launch, run
 from zaya_hf.training.config import TrainingConfig
@@ -259,9 +260,8 @@ time.sleep(60)
 
     @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks the kernel of Linux")
     def test_processes_end_with_their_launcher(self, tmp_path: Path) -> None:
-        own = (
-            f"import runpy\nlaunch = runpy.run_path({launch.__file__!r})\n"  # without the package, which takes seconds
-        )
+        # Without the package, which takes seconds.
+        own = f"import runpy\nlaunch = runpy.run_path({launching.__file__!r})\n"
         child = f"""{own}
 launch["end_with_launcher"]()
 Path({str(tmp_path)!r}, "pid" + os.environ["RANK"]).write_text(str(os.getpid()))

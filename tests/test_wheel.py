@@ -24,7 +24,7 @@ def files(root: Path, *folders: str) -> set[str]:
     return {path.relative_to(root).as_posix() for path in found if "__pycache__" not in path.parts}
 
 
-SOURCES = files(ROOT / "src", "zaya_hf")
+SOURCES = files(ROOT / "src", "zaya_hf", "zaya_cli")
 # Evaluation tasks, model cards and recipes: at the root of the repository, inside the package of a wheel.
 RESOURCES = files(ROOT, "eval", "model_cards", "train")
 
@@ -72,7 +72,7 @@ def test_the_wheel_has_every_source_file_and_resource_and_no_other_package(wheel
     assert "zaya_hf/py.typed" in SOURCES
     assert {"eval/tasks/quickstart/group.yaml", "eval/tasks/quickstart/local_items.py"} <= RESOURCES
     inside = {f"zaya_hf/_resources/{name}" for name in RESOURCES}
-    assert code == SOURCES | inside | {"zaya_cli.py"}
+    assert code == SOURCES | inside
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
@@ -94,7 +94,7 @@ def test_the_sdist_can_be_built_and_tested_from(built: Path) -> None:
     (sdist,) = built.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         names = {name.split("/", 1)[1] for name in archive.getnames()}
-    wanted = {f"src/{name}" for name in SOURCES} | {"src/zaya_cli.py", "pyproject.toml"}
+    wanted = {f"src/{name}" for name in SOURCES} | {"pyproject.toml"}
     wanted |= {"README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile", "tests/conftest.py"}
     assert wanted | RESOURCES <= names
     assert not any(part in name for name in names for part in ("__pycache__", ".venv", "runs/"))

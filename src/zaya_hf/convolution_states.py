@@ -34,6 +34,8 @@ def mix(
         value_of_nothing, arguments: of `ops.cca_mix`.
     """
     projected, arguments = (raw, value_current, value_delayed), {"value_of_nothing": value_of_nothing, **arguments}
+    if visible.ghosts is not None:
+        return _mix_forest(visible.ghosts, *projected, **arguments)
     if cache is None:
         return ops.cca_mix(*projected, reach=visible.reach, **arguments)
     layer = layer_of(cache, layer_idx)
@@ -51,6 +53,20 @@ def mix(
         )
     if memory is None or qk is not memory[0]:
         layer.store(qk, delayed, before, (raw, value_delayed))
+    return query, key, value
+
+
+def _mix_forest(
+    ghosts: Any, raw: Tensor, value_current: Tensor, value_delayed: Tensor, cos: Tensor, sin: Tensor, **arguments: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same for a forest of texts: one row ``[1, T, ...]``, with copies of the tokens that a segment goes on from
+    before it, which then go again."""
+    if ghosts.taken is not None:
+        ghosts.taken.states.append((raw, value_delayed))
+    given = (tensor.index_select(1, ghosts.source) for tensor in (raw, value_current, value_delayed, cos, sin))
+    *projected, cos, sin = given
+    mixed = ops.cca_mix(*projected, reach=ghosts.reach, cos=cos, sin=sin, **arguments)
+    query, key, value = (tensor.index_select(2, ghosts.kept) for tensor in mixed)
     return query, key, value
 
 

@@ -59,6 +59,8 @@ class Visibility:
     makes_holes: bool | None = None
     #: extra arguments for variable-length attention backends
     attention_kwargs: dict[str, Any] | None = None
+    #: for a forest of texts: what the convolutions see before each of its segments, a `tree_attention.Ghosts`
+    ghosts: Any = None
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Visibility:
         """A copy with its tensors on `device`: what accelerate asks for between layers on different devices."""

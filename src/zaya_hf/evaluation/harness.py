@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
-import random
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from lm_eval import evaluate as lm_evaluate
 from lm_eval.defaults import DEFAULT_OTHER_SEED
@@ -20,6 +16,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from zaya_hf.evaluation.quiet import quiet, random_states_kept
 from zaya_hf.evaluation.statistics import above_chance, bootstrap_ratio_interval, wilson_interval
 
 Score = dict[str, Any]
@@ -84,7 +81,7 @@ def evaluate(
             `max_length`.
     """
     started = time.perf_counter()
-    with _quiet(), _mode_kept(model), _random_states_kept():
+    with quiet(), _mode_kept(model), random_states_kept():
         loaded = _load(tasks, task_folder, items, lm_eval_tasks)
         low_precision = model.dtype.itemsize < 4
         scorer = _Scorer(
@@ -115,7 +112,7 @@ def describe(
     Raises:
         ValueError: a task is unknown or has another kind of metric, or the items are not there.
     """
-    with _quiet(), _random_states_kept():
+    with quiet(), random_states_kept():
         loaded = _load(tasks, task_folder, items, lm_eval_tasks)["tasks"]
     found = []
     for name in tasks:
@@ -206,43 +203,3 @@ def _mode_kept(model: PreTrainedModel) -> Iterator[None]:
     finally:
         for module, training in modes.items():
             module.training = training
-
-
-@contextlib.contextmanager
-def _random_states_kept() -> Iterator[None]:
-    """lm-eval and datasets draw names and samples."""
-    python, array = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(array)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Without lm-eval's log and bars, of which some have no switch of their own."""
-    logger = logging.getLogger("lm_eval")
-    level = logger.level
-    drawn = {name: vars(module)["tqdm"] for name, module in _lm_eval_modules() if "tqdm" in vars(module)}
-    logger.setLevel(logging.ERROR)
-    for name, bar in drawn.items():
-        vars(sys.modules[name])["tqdm"] = _switched_off(bar)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-        for name, bar in drawn.items():
-            vars(sys.modules[name])["tqdm"] = bar
-
-
-def _lm_eval_modules() -> list[tuple[str, Any]]:
-    return [(name, module) for name, module in sys.modules.items() if name.startswith("lm_eval.")]
-
-
-def _switched_off(bar: Any) -> Any:
-    def silent(*args: Any, **kwargs: Any) -> Any:
-        return bar(*args, **(kwargs | {"disable": True}))
-
-    return silent

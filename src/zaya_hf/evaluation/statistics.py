@@ -8,6 +8,8 @@ from statistics import NormalDist
 
 import numpy as np
 
+from .bootstrap import percentile_interval, resampled_sums
+
 
 def _two_sided_z(confidence: float) -> float:
     if not 0 < confidence < 1:
@@ -83,10 +85,38 @@ def bootstrap_ratio_interval(
         raise ValueError(f"{top.size} numerators and {bottom.size} denominators: there must be one of each per item")
     if not (np.isfinite(top).all() and np.isfinite(bottom).all() and (bottom > 0).all()):
         raise ValueError("numerators must be finite, and denominators finite and positive")
-    if draws < 1:
-        raise ValueError(f"draws is {draws}, but it must be at least 1")
-    _two_sided_z(confidence)
-    items = len(top)
-    counts = np.random.default_rng(seed).multinomial(items, np.full(items, 1 / items), size=draws)
-    low, high = np.quantile((counts @ top) / (counts @ bottom), [(1 - confidence) / 2, (1 + confidence) / 2])
-    return float(low), float(high)
+    sums = resampled_sums(np.column_stack([top, bottom]), draws, np.random.default_rng(seed))
+    return percentile_interval(sums[:, 0] / sums[:, 1], confidence)
+
+
+def pass_at_k(n: int, correct: int, k: int) -> float:
+    """Unbiased estimate of the chance that one of `k` answers is right, of `n` answers of which `correct` are.
+
+    1 - C(n - correct, k) / C(n, k) (Chen et al., 2021, arXiv 2107.03374); 1 - (1 - correct / n)**k is too low.
+
+    Raises:
+        ValueError: the counts are impossible, or `k` is not in 1 to `n`.
+    """
+    _check_counts(correct, n)
+    if not 1 <= k <= n:
+        raise ValueError(f"pass@{k} of {n} answers: k must be at least 1 and at most the number of answers")
+    return 1 - math.comb(n - correct, k) / math.comb(n, k)
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """p values adjusted for the size of their family, in the order given (Holm, 1979).
+
+    Rejecting where the adjusted p is below a level keeps the chance of any wrong rejection below that level, however
+    the tests depend on each other.
+
+    Raises:
+        ValueError: one is not in 0 to 1.
+    """
+    for p in p_values:
+        if not 0 <= p <= 1:
+            raise ValueError(f"p is {p}, but it must be in 0 to 1")
+    adjusted, reached = [0.0] * len(p_values), 0.0
+    for rank, index in enumerate(sorted(range(len(p_values)), key=lambda i: p_values[i])):
+        reached = max(reached, min(1.0, (len(p_values) - rank) * p_values[index]))
+        adjusted[index] = reached
+    return adjusted

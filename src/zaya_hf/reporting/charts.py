@@ -74,12 +74,14 @@ class Point:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of an interval chart: a point per seed, and the text of its number at the right edge."""
+    """One line of an interval chart: a point per seed, and the text of its number at the right edge. Markers are
+    outlines where `hollow`."""
 
     label: str
     points: Sequence[Point]
     slot: int = 1
     text: str = ""
+    hollow: bool = False
 
 
 @dataclass(frozen=True)
@@ -196,10 +198,12 @@ def interval_chart(
     reference: Reference | None = None,
     limits: tuple[float, float] | None = None,
     width: float = _WIDTH,
+    label_width: float = _LABEL_WIDTH,
 ) -> str:
     """One row per model: a marker with its interval, or one per seed and a wide stroke at their mean.
 
-    Args: as of `line_chart`; `limits` of the x axis, by default what all points, intervals and the reference need.
+    Args: as of `line_chart`; `limits` of the x axis, by default what all points, intervals and the reference need;
+        `label_width` is what a row's name may take, in px.
 
     Raises:
         ValueError: no row, a row without points, an id with other characters.
@@ -209,11 +213,11 @@ def interval_chart(
     most = max(len(row.points) for row in rows)
     step, band = _seed_step(most), _row_height(most)
     right = max(max(text_width(row.text, bold=True) for row in rows) + 14, 14)
-    margins = (_label_margin(rows), _REFERENCE_LABEL, right, _X_AXIS)
+    margins = (_label_margin(rows, label_width), _REFERENCE_LABEL, right, _X_AXIS)
     with drawing(chart_id, (width, interval_chart_height(len(rows), most)), margins) as chart:
         axes = chart.axes
         axes.set_xlim(limits or _limits(rows, reference))
-        _horizontal_rows(chart, rows, x_label)
+        _horizontal_rows(chart, rows, x_label, label_width=label_width)
         if reference is not None:
             axes.axvline(reference.value, color=INK, linewidth=1.1, dashes=(3, 2.5), zorder=2)
             half = text_width(reference.label) / 2
@@ -229,6 +233,9 @@ def interval_chart(
                 size = (8.0 if row.slot == 0 else 7.5) if most == 1 else max(3.0, min(5.5, step - 1))
                 marker.set(markersize=size * MARKER_SIZES[row.slot % SLOTS], clip_on=False)  # whole at the axis' ends
                 marker.set(markeredgecolor=SURFACE if most == 1 else colour, markeredgewidth=1 if most == 1 else 0)
+                if row.hollow:
+                    marker.set(markerfacecolor=SURFACE, markeredgecolor=colour, markeredgewidth=1.4)
+                    marker.set(markersize=marker.get_markersize() - 1.5)  # its edge counts
             if len(row.points) > 1:
                 mean = math.fsum(point.value for point in row.points) / len(row.points)
                 half = 0.5 - 3 / band
@@ -244,10 +251,18 @@ def interval_chart_height(rows: int, seeds: int) -> float:
     return _REFERENCE_LABEL + _X_AXIS + rows * _row_height(seeds)
 
 
-def bar_chart(chart_id: str, bars: Sequence[Bar], *, x_label: str, description: str, width: float = 320) -> str:
+def bar_chart(
+    chart_id: str,
+    bars: Sequence[Bar],
+    *,
+    x_label: str,
+    description: str,
+    width: float = 320,
+    label_width: float = _LABEL_WIDTH,
+) -> str:
     """Horizontal bars from zero, each with its name on the left and its number behind it.
 
-    Args: as of `line_chart`.
+    Args: as of `interval_chart`.
 
     Raises:
         ValueError: no bar, a negative value, an id with other characters.
@@ -256,11 +271,11 @@ def bar_chart(chart_id: str, bars: Sequence[Bar], *, x_label: str, description: 
         raise ValueError(f"chart {chart_id!r} has {'a negative value' if bars else 'no bar to draw'}")
     band, top = 30.0, 6.0
     right = max(text_width(bar.text, bold=True) for bar in bars) + 12
-    margins = (_label_margin(bars), top, right, _X_AXIS)
+    margins = (_label_margin(bars, label_width), top, right, _X_AXIS)
     with drawing(chart_id, (width, top + _X_AXIS + band * len(bars)), margins) as chart:
         axes = chart.axes
         axes.set_xlim(0, max(max((bar.value, *bar.single)) for bar in bars) or 1.0)
-        _horizontal_rows(chart, bars, x_label, ticks=3)
+        _horizontal_rows(chart, bars, x_label, ticks=3, label_width=label_width)
         for index, bar in enumerate(bars):
             colour = series_colour(bar.slot)
             if bar.inner is None:
@@ -329,7 +344,13 @@ def smooth(values: Sequence[float], window: int) -> list[float]:
     return result
 
 
-def _horizontal_rows(chart: Drawing, rows: Sequence[Row] | Sequence[Bar], x_label: str, ticks: int = 5) -> None:
+def _horizontal_rows(
+    chart: Drawing,
+    rows: Sequence[Row] | Sequence[Bar],
+    x_label: str,
+    ticks: int = 5,
+    label_width: float = _LABEL_WIDTH,
+) -> None:
     """Rows from top to bottom at y = 0, 1, ..., with their labels on the left."""
     axes = chart.axes
     axes.set_ylim(len(rows) - 0.5, -0.5)
@@ -339,7 +360,7 @@ def _horizontal_rows(chart: Drawing, rows: Sequence[Row] | Sequence[Bar], x_labe
     axes.grid(True, axis="x", color=GRID, linewidth=1)
     axes.set_xlabel(x_label, color=MUTED, fontsize=11, labelpad=6)
     for index in range(len(rows)):
-        name = shorten(rows[index].label, _LABEL_WIDTH)
+        name = shorten(rows[index].label, label_width)
         chart.write(-chart.left, _middle(chart, index, len(rows)), name, bold=rows[index].slot == 0)
 
 
@@ -361,8 +382,8 @@ def _middle(chart: Drawing, index: int, count: int) -> float:
     return (count - index - 0.5) * chart.plot_height / count
 
 
-def _label_margin(rows: Sequence[Row] | Sequence[Bar]) -> float:
-    return max(text_width(shorten(row.label, _LABEL_WIDTH), bold=True) for row in rows) + 14
+def _label_margin(rows: Sequence[Row] | Sequence[Bar], width: float = _LABEL_WIDTH) -> float:
+    return max(text_width(shorten(row.label, width), bold=True) for row in rows) + 14
 
 
 def _limits(rows: Sequence[Row], reference: Reference | None) -> tuple[float, float]:

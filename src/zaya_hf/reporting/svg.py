@@ -141,6 +141,21 @@ def shorten(text: str, width: float) -> str:
     return text[:fits].rstrip() + "…"
 
 
+def shorten_alike(texts: Sequence[str], width: float) -> list[str]:
+    """Each text as `shorten` leaves it, but those of which that would make equal ones keep their end as well, with the
+    ellipsis in the middle."""
+    short = [shorten(text, width) for text in texts]
+    for place, text in enumerate(texts):
+        if any(short[place] == short[other] and text != texts[other] for other in range(len(texts)) if other != place):
+            text = visible(" ".join(text.split()))[-200:]
+            beginning = shorten(text, width / 2)
+            end = text[len(beginning) :]
+            while end and text_width(beginning + end, bold=True) > width:
+                end = end[1:]
+            short[place] = beginning + end
+    return short
+
+
 def spread_labels(wanted: Sequence[float], gap: float, low: float, high: float) -> list[float]:
     """Places for labels as near as possible to the wanted ones: in the same order, at least `gap` apart, and within
     low ... high as long as that has room for them all."""

@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..configuration_zaya import ZayaConfig
+from ..hints import near_hint
 from ..json_checks import read_json_object
 from ..loading_source import base_of_adapter, read_config
 from ..modeling_zaya import ZayaForCausalLM
@@ -22,7 +23,6 @@ from .console import is_terminal, transformers_bars
 from .data.digests import of_values, sampled
 from .lora import lora_targets
 from .run_folder import CHECKPOINTS
-from .settings_errors import near_hint
 
 __all__ = ["base_digest", "build", "config_of"]
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
+from ..hints import near_hint
 from .config import TrainingConfig
 from .data.rows import check_same
-from .settings_errors import near_hint
 from .state import versions
 
 __all__ = ["RunIdentity"]

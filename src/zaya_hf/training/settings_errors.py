@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import difflib
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
+from ..hints import near_hint
 from .config import TrainingConfig
 from .settings_yaml import Key, Settings, dotted, read_value
 
@@ -201,12 +202,6 @@ def _known(section: type[BaseModel], prefix: Key) -> Iterator[Key]:
         inner, listed = _section(field.annotation)
         if inner is not None:
             yield from _known(inner, (*prefix, name, 0) if listed else (*prefix, name))
-
-
-def near_hint(name: str, known: Iterable[str]) -> str:
-    """What to put behind the message of an unknown `name`: the known one that may have been meant, or nothing."""
-    near = difflib.get_close_matches(name, sorted(known), n=1)
-    return f"; did you mean {near[0]}?" if near else ""
 
 
 def _nearest(key: Key) -> str:

@@ -18,6 +18,15 @@
   if (!root.hasAttribute("data-theme") && (before === "dark" || before === "light")) {
     root.setAttribute("data-theme", before);
   }
+  // Paper cannot be clicked on.
+  var opened = [];
+  addEventListener("beforeprint", function () {
+    opened = Array.from(document.querySelectorAll("details:not([open]):not(.optional)"));
+    opened.forEach(function (details) { details.open = true; });
+  });
+  addEventListener("afterprint", function () {
+    opened.forEach(function (details) { details.open = false; });
+  });
   document.addEventListener("DOMContentLoaded", function () {
     var button = document.getElementById("theme");
     function label() {

@@ -1,0 +1,125 @@
+"""A causal language model that reads forests of texts: hidden states of all tokens, and logits only where asked for."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from zaya_hf import tree_attention
+from zaya_hf.modeling_zaya import ZayaForCausalLM
+from zaya_hf.token_tree import TokenTree, grow
+from zaya_hf.tree_attention import Taken
+
+#: logits that are held at a time, 64 MiB of them in fp32: with more, they leave a processor's cache between two uses
+LOGITS_AT_A_TIME = 2**24
+
+# How far the trial may be off, as a share of the largest logit: some hundred roundings of the dtype.
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
+_LOW_PRECISION = 0.08
+
+logger = logging.getLogger(__name__)
+
+
+class ForestReader:
+    """Reads forests with ZAYA, and with every class of transformers whose attention can be replaced.
+
+    That it does so rightly is tried on the model itself: a small forest against its texts one by one.
+
+    Args:
+        model: in eval mode. Its attention implementation is set to one that computes what sdpa computes.
+        sample: token ids of some ordinary text, for the trial, at least eight.
+
+    Raises:
+        CannotRead: the class is of another kind, or the trial failed; it says why.
+    """
+
+    def __init__(self, model: PreTrainedModel, sample: Sequence[int]):
+        self.model = model
+        self.is_zaya = isinstance(model, ZayaForCausalLM)
+        self.device = model.device
+        self._decoder: Any = model.get_decoder() if hasattr(model, "get_decoder") else None
+        self._head: Any = model.get_output_embeddings()
+        # The older name of the argument warns in transformers' classes, and is the only one in other people's.
+        self._cache_name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+        if self._decoder is None or self._head is None or model.config.is_encoder_decoder:
+            raise CannotRead(f"{type(model).__name__} is no decoder with a head")
+        before = model.config._attn_implementation
+        if self.is_zaya:
+            model.set_attn_implementation("sdpa")
+        elif tree_attention.can_read(model):
+            tree_attention.prepare(model)
+        else:
+            raise CannotRead(f"the attention of {type(model).__name__} cannot be replaced")
+        try:
+            self._try_out(list(sample))
+        except CannotRead:
+            model.set_attn_implementation(before)
+            raise
+        except Exception as error:
+            model.set_attn_implementation(before)
+            raise CannotRead(f"{type(model).__name__} does not read forests of texts: {error!r}") from error
+
+    @torch.no_grad()
+    def hidden(self, tree: TokenTree, taken: Taken | None = None) -> Tensor:
+        """``[T, hidden_size]``, normed: what the head reads.
+
+        Args:
+            taken: is filled with keys, values and, for ZAYA, the columns that go into its states.
+        """
+        ids = torch.from_numpy(tree.ids)[None].to(self.device)
+        if self.is_zaya:
+            masks = tree_attention.zaya_masks(tree, self.model.config, taken, self.device)
+            output = self._decoder(input_ids=ids, attention_mask=masks, use_cache=False)
+        else:
+            positions = torch.from_numpy(tree.positions)[None].to(self.device)
+            with tree_attention.reading(tree, taken):
+                output = self._decoder(input_ids=ids, position_ids=positions, use_cache=False)
+        return output.last_hidden_state[0]
+
+    @torch.no_grad()
+    def logits(self, hidden: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Logits of the next token for ``[n, hidden_size]``, some rows at a time: the first row's number, and
+        ``[rows, V]`` in fp32 or wider."""
+        words = self._head.weight.shape[0]
+        rows = max(1, LOGITS_AT_A_TIME // words)
+        for first in range(0, len(hidden), rows):
+            logits = self._head(hidden[first : first + rows])
+            yield first, logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+    @torch.no_grad()
+    def step(self, ids: Tensor, cache: Any, **told: Any) -> Tensor:
+        """Logits ``[B, V]`` behind one new token per row, ``[B, 1]``, with a cache of the model's class."""
+        logits: Tensor = self.model(input_ids=ids, use_cache=True, **{self._cache_name: cache}, **told).logits[:, -1]
+        return logits
+
+    @torch.no_grad()
+    def _try_out(self, sample: list[int]) -> None:
+        third = max(len(sample) // 3, 1)
+        begin, one, other = sample[:third], sample[third : 2 * third], sample[2 * third : 3 * third]
+        texts = sorted({tuple(begin + one), tuple(begin + other), tuple(begin + one + other), tuple(other + one)})
+        tree = grow(texts)
+        hidden = self.hidden(tree)
+        for text, leaf in zip(texts, tree.leaves, strict=True):
+            path = torch.from_numpy(tree.path(leaf)).to(self.device)
+            found = torch.cat([logits for _, logits in self.logits(hidden[path])])
+            ids = torch.tensor([text], device=self.device)
+            wanted = self.model(input_ids=ids, use_cache=False).logits[0].to(found.dtype)
+            limit = _TOLERANCE.get(self.model.dtype, _LOW_PRECISION) * wanted.abs().max().item()
+            by_token = (found - wanted).abs().amax(-1)
+            # In low precision an undecided router may choose otherwise for a token; that is no fault of the forest.
+            apart = (by_token.max() if self.model.dtype in _TOLERANCE else by_token.median()).item()
+            if not apart <= limit:
+                raise CannotRead(
+                    f"{type(self.model).__name__} reads a forest of texts otherwise than the texts one by one: logits "
+                    f"differ by {apart:.2g}"
+                )
+
+
+class CannotRead(Exception):
+    """A model that reads texts one by one only."""
