@@ -162,7 +162,7 @@ class Pair:
         balance(self.ours, random_ids(config, 1, _BALANCING_TOKENS, seed=seed + 1000))  # tokens that no row has
         self.ours.to(DTYPES[dtype])
         self.stock: Any = build("stock", config)
-        _share(self.stock, self.ours.state_dict())
+        share(self.stock, self.ours.state_dict())
         self._wide: Any = None
 
     def side(self, name: str) -> Any:
@@ -175,7 +175,7 @@ class Pair:
             return self.stock
         if self._wide is None:
             self._wide = build("stock", self.config)
-            _share(self._wide, {name: tensor.float() for name, tensor in self.ours.state_dict().items()})
+            share(self._wide, {name: tensor.float() for name, tensor in self.ours.state_dict().items()})
         return self._wide
 
     def for_inference(self, way: str = "fused") -> None:
@@ -215,7 +215,7 @@ def _checkpoint(model: Any, on: bool) -> None:
         getattr(model, f"activation_checkpointing_{verb}", older)()
 
 
-def _share(model: Any, state: dict[str, Tensor]) -> None:
+def share(model: Any, state: dict[str, Tensor]) -> None:
     """Give `model` these tensors as its weights, without a copy."""
     model.load_state_dict(state, assign=True)
     model.tie_weights()  # assigning has made two parameters of a tied one
