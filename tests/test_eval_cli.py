@@ -82,6 +82,7 @@ class TestUsage:
             dtype="float32",
             device="cpu",
             max_length=9,
+            chat_template=False,
             token_budget=7,
             processes=2,
             allow_code_execution=True,
@@ -89,7 +90,18 @@ class TestUsage:
             seed=0,
         )
         args = zaya_cli.build_parser().parse_args(given.command()[1:])
-        for name in ("suite", "limit", "resume", "dtype", "device", "max_length", "token_budget", "processes", "seed"):
+        for name in (
+            "suite",
+            "limit",
+            "resume",
+            "dtype",
+            "device",
+            "max_length",
+            "token_budget",
+            "processes",
+            "seed",
+            "chat_template",
+        ):
             assert getattr(args, name) == getattr(given, name), name
         assert (args.models, str(args.out), args.baseline) == (["a", "b=x"], "o", "a")
         assert args.allow_code_execution

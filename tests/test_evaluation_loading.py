@@ -254,6 +254,12 @@ class TestBos:
         ]
         assert facts[0] == facts[1]
 
+    def test_a_hub_id_that_is_not_ours_is_asked_like_its_family(self, tmp_path: Path) -> None:
+        """Its config is not known before it is loaded."""
+        path = str(model_folders.save(tmp_path / "gemma", "gemma3", adds_bos=False))
+        facts = load(ModelSpec("gemma", "gemma", path)).facts["bos"]
+        assert (facts["setting"], facts["checked_ids"]["prompt"][0]) == ("required", BOS)
+
     def test_none_means_none(self, folder: Path) -> None:
         loaded = load(spec(folder, bos="none"))
         assert loaded.facts["bos"]["checked_ids"]["prompt"][0] != BOS

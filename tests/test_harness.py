@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 import torch
 from lm_eval.models import huggingface
-from tiny_families import build
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from tiny_families import build
 from zaya_hf.evaluation import harness
 from zaya_hf.evaluation.statistics import bootstrap_ratio_interval, wilson_interval
 from zaya_hf.quickstart import arithmetic, bpe

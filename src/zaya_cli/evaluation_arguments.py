@@ -70,6 +70,12 @@ def add_eval(commands: Any, parents: list[argparse.ArgumentParser]) -> None:
     group.add_argument("--device", metavar="DEVICE", help="cpu, cuda, cuda:1 (also for ROCm); default: a GPU if any")
     group.add_argument("--max-length", type=POSITIVE, metavar="N", help="tokens of a prompt with its answer, at most")
     group.add_argument(
+        "--chat-template",
+        action=argparse.BooleanOptionalAction,
+        help="put prompts into each model's chat template, their examples as turns; default: as eval/models.yaml says, "
+        "and not for other models",
+    )
+    group.add_argument(
         "--token-budget",
         type=POSITIVE,
         default=4096,

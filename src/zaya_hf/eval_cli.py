@@ -18,8 +18,8 @@ def run(args: argparse.Namespace) -> int:
 
     Args:
         args: `action` is "data" (names, list), "contamination" (see `zaya_hf.evaluation.contamination`) or None, with
-            suite, models, out, limit, resume, dry_run, dtype, device, max_length, token_budget, processes,
-            allow_code_execution, baseline and seed.
+            suite, models, out, limit, resume, dry_run, dtype, device, max_length, chat_template, token_budget,
+            processes, allow_code_execution, baseline and seed.
 
     Raises:
         ValueError: something is wrong or missing: one line.
@@ -30,7 +30,8 @@ def run(args: argparse.Namespace) -> int:
     if args.action == "contamination":
         return int(_module("contamination").run(args))
     runs = _module("runs")
-    names = ("limit", "resume", "dtype", "device", "max_length", "token_budget", "processes", "baseline", "seed")
+    plain = ("limit", "resume", "token_budget", "processes", "baseline", "seed")
+    names = (*plain, "dtype", "device", "max_length", "chat_template")
     settings = runs.Settings(
         suite=args.suite,
         models=tuple(args.models),
@@ -70,7 +71,7 @@ def _evaluate(runs: Any, settings: Any) -> tuple[int, list[str]]:
 def _dry_run(settings: Any) -> int:
     """Print what the evaluation will cost, and what is missing for it."""
     suite = _module("suites").load_suite(settings.suite)
-    specs = _module("models").resolve(settings.models, dtype=settings.dtype, max_length=settings.max_length)
+    specs = _module("models").resolve(settings.models, **settings.overrides())
     print(_module("estimates").dry_run(suite, specs, limit=settings.limit, device=settings.device))
     lacking = _module("preflight").missing(suite, allow_code=settings.allow_code_execution)
     if lacking:

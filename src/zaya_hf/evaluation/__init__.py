@@ -4,7 +4,8 @@ What to look for where:
 
 models and suites
     `models`, `loading`, `prompt_checks`, `parameter_counts`, `fingerprints`; `suites`, `suite_files`,
-    `task_definitions`; `preflight` and `task_imports` (what is missing), `estimates` and `machine_speed` (what it costs)
+    `task_definitions`; `preflight` and `task_imports` (what is missing); `estimates` and `machine_speed` (what it
+    costs)
 items
     `data`, `data_packages`, `data_items`, `data_smollm2` (fetched ones), `generated_items`, `generated_math`,
     `generated_logic`

@@ -117,13 +117,13 @@ class LikelihoodScorer:
             here = slice(*np.searchsorted(which, [first, first + len(logits)]))
             row = torch.from_numpy(which[here] - first).to(logits.device)
             target = torch.from_numpy(targets[here]).to(logits.device)
-            highest = logits.amax(dim=-1)
-            chosen = logits[row, target]
+            # The same kernel that lm-eval calls: over 10^5 words its rounding in fp32 is some 1e-5 per token, always in
+            # one direction, and more exact sums would be other numbers than lm-eval's.
+            scores = torch.log_softmax(logits, dim=-1)
+            highest, chosen = scores.amax(dim=-1), scores[row, target]
             # The likeliest token is the first of the highest; which one that is need be asked only where it may be it.
             likely = chosen == highest[row]
-            likely[likely.clone()] = logits[row[likely]].argmax(-1) == target[likely]
-            logits -= highest[:, None]
-            normaliser = highest.double() + logits.exp_().sum(-1).double().log()
-            np.add.at(sums, owners[here], (chosen.double() - normaliser[row]).cpu().numpy())
+            likely[likely.clone()] = scores[row[likely]].argmax(-1) == target[likely]
+            np.add.at(sums, owners[here], chosen.double().cpu().numpy())
             np.logical_and.at(likeliest, owners[here], likely.cpu().numpy())
         return [(float(value), bool(flag)) for value, flag in zip(sums, likeliest, strict=True)]

@@ -30,7 +30,7 @@ from transformers.utils import logging as transformers_logging
 from zaya_hf.configuration_zaya import ZayaConfig
 from zaya_hf.evaluation import prompt_checks
 from zaya_hf.evaluation.fingerprints import hub_config, hub_error
-from zaya_hf.evaluation.models import ModelSpec, Shape, positions
+from zaya_hf.evaluation.models import ModelSpec, Shape, bos_rule, positions
 from zaya_hf.evaluation.parameter_counts import count_parameters, shape_of_config
 from zaya_hf.json_checks import read_json_object
 from zaya_hf.modeling_zaya import ZayaForCausalLM
@@ -84,8 +84,10 @@ def load(spec: ModelSpec, *, device: str | torch.device | None = None) -> Loaded
     prompt_checks.fill_pad(tokenizer)
     template = prompt_checks.template_facts(tokenizer, spec.chat_template, spec.name)
     text: Any = config.get_text_config()
+    # Of a Hub id that is no model of ours nothing was known before; the same commit has the same rule.
+    setting = bos_rule(config.to_dict()) if spec.family is None and spec.bos == "tokenizer" else spec.bos
     bos = prompt_checks.check_bos(
-        tokenizer, spec.bos, chat_template=spec.chat_template, name=spec.name, bos=text.bos_token_id
+        tokenizer, setting, chat_template=spec.chat_template, name=spec.name, bos=text.bos_token_id
     )
     thinking = prompt_checks.thinking_facts(tokenizer, spec.thinking, spec.name)
     prompt_checks.check_vocabulary(tokenizer, text.vocab_size, spec.name)

@@ -16,7 +16,17 @@ from zaya_hf.reporting.results import FILE, MADE_BY
 from zaya_hf.resources import resource
 from zaya_hf.weight_files import check_exists
 
-__all__ = ["BOS_RULES", "DEFAULT_MAX_LENGTH", "DTYPES", "ModelSpec", "Shape", "positions", "registry", "resolve"]
+__all__ = [
+    "BOS_RULES",
+    "DEFAULT_MAX_LENGTH",
+    "DTYPES",
+    "ModelSpec",
+    "Shape",
+    "bos_rule",
+    "positions",
+    "registry",
+    "resolve",
+]
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 BOS_RULES = ("required", "none", "tokenizer")
@@ -68,7 +78,8 @@ class ModelSpec:
         family: `model_type` of the config (of its text part), or None while that is unknown.
         revision: branch, tag or commit on the Hub; None is its main branch, whose commit is found at the first run.
         dtype: one of `DTYPES`; "auto" is the one of the files.
-        bos: "required": every prompt starts with one; "none": no prompt does; "tokenizer": as the tokenizer does it.
+        bos: "required": every prompt starts with one; "none": no prompt does; "tokenizer": as the tokenizer does it, but
+            while the family is unknown `bos_rule` of the config decides when the model is loaded.
         max_length: tokens of a prompt with its answer.
         max_length_asked: whether someone chose `max_length`. A default gives way to a model that has fewer positions,
             a chosen one is an error there.
@@ -147,6 +158,14 @@ def positions(config: Mapping[str, Any]) -> int | None:
             if _whole(value) and value > 0:
                 return value
     return None
+
+
+def bos_rule(config: Mapping[str, Any]) -> str:
+    """One of `BOS_RULES` for a model of which only the config.json is known: "required" for families that were trained
+    with a BOS of its own before every text, otherwise "tokenizer"."""
+    text = _text_part(config)
+    family = text.get("model_type") or config.get("model_type")
+    return "required" if family in _NEEDS_BOS and _has_own_bos(text) else "tokenizer"
 
 
 @cache
@@ -301,9 +320,7 @@ def _folder(path: Path) -> ModelSpec:
             f"{path} {other_format(path) or 'holds no config.json: it is not the folder of a saved model'}"
         )
     config = read_json_object(path / "config.json", "a model config")
-    inner = config.get("text_config")
-    text: dict[str, Any] = inner if isinstance(inner, dict) else config
-    family = text.get("model_type") or config.get("model_type")
+    family = _text_part(config).get("model_type") or config.get("model_type")
     resolved = path.resolve()
     named = next((part for part in (resolved, *resolved.parents) if part.name not in _GENERIC), resolved)
     name = _name(named.name)
@@ -312,9 +329,14 @@ def _folder(path: Path) -> ModelSpec:
         title=name,
         path=str(path),
         family=family,
-        bos="required" if family in _NEEDS_BOS and _has_own_bos(text) else "tokenizer",
+        bos=bos_rule(config),
         max_length=min(DEFAULT_MAX_LENGTH, positions(config) or DEFAULT_MAX_LENGTH),
     )
+
+
+def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    inner = config.get("text_config")
+    return inner if isinstance(inner, Mapping) else config
 
 
 def _has_own_bos(config: Mapping[str, Any]) -> bool:

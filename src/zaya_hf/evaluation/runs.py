@@ -51,7 +51,7 @@ class Settings:
         out: the folder of the evaluation.
         limit: only the first items of each task.
         resume: complete runs are used again and partial ones go on; otherwise both are put aside and begun again.
-        dtype, device, max_length: instead of each model's own.
+        dtype, device, max_length, chat_template: instead of each model's own.
         token_budget: tokens that go through the model at a time.
         processes: that share the work.
         allow_code_execution: run programs that models wrote.
@@ -67,11 +67,16 @@ class Settings:
     dtype: str | None = None
     device: str | None = None
     max_length: int | None = None
+    chat_template: bool | None = None
     token_budget: int = 4096
     processes: int = 1
     allow_code_execution: bool = False
     baseline: str | None = None
     seed: int | None = None
+
+    def overrides(self) -> dict[str, Any]:
+        """What is said of all models instead of each one's own, for `resolve`."""
+        return {name: getattr(self, name) for name in ("dtype", "max_length", "chat_template")}
 
     def command(self) -> list[str]:
         """The command line that says the same."""
@@ -84,6 +89,8 @@ class Settings:
             if plain[name] is not None:
                 words += [f"--{name.replace('_', '-')}", str(plain[name])]
         words += [] if self.resume else ["--no-resume"]
+        if self.chat_template is not None:
+            words.append("--chat-template" if self.chat_template else "--no-chat-template")
         return words + (["--allow-code-execution"] if self.allow_code_execution else [])
 
 
@@ -103,7 +110,7 @@ def prepare(settings: Settings) -> tuple[Suite, list[ModelSpec]]:
         ValueError: one line that says what is wrong or missing.
     """
     suite = load_suite(settings.suite)
-    specs = resolve(settings.models, dtype=settings.dtype, max_length=settings.max_length)
+    specs = resolve(settings.models, **settings.overrides())
     names = [spec.name for spec in specs]
     earlier = Folder(Path(settings.out)).manifest.get("models", {})
     if settings.baseline is not None and settings.baseline not in {*names, *earlier}:

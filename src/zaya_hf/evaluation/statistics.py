@@ -109,6 +109,9 @@ def holm(p_values: Sequence[float]) -> list[float]:
     Rejecting where the adjusted p is below a level keeps the chance of any wrong rejection below that level, however
     the tests depend on each other.
 
+    Args:
+        p_values: of the tests of the family.
+
     Raises:
         ValueError: one is not in 0 to 1.
     """
