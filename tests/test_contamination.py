@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ from lm_eval.tasks import TaskManager
 
 import evaluation_folders
 from zaya_hf.evaluation import contamination, corpus_texts
-from zaya_hf.evaluation.contamination import Item, Size, probe, run, suite_items, task_items, words
-from zaya_hf.evaluation.contamination_report import markdown, split_scores, write
+from zaya_hf.evaluation.contamination import Item, Size, overlap, probe, run, task_items, words
+from zaya_hf.evaluation.contamination_report import markdown, split_scores
+from zaya_hf.evaluation.suites import LoadedTask, load_suite, load_tasks
 from zaya_hf.resources import resource
 
 
@@ -34,7 +36,7 @@ ITEMS = [Item("task", number, sentence(number), f"hash{number}") for number in r
 def found(tmp_path: Path, text: str, items: list[Item] = ITEMS, size: Size | None = None) -> dict[str, Any]:
     file = tmp_path / "corpus.txt"
     file.write_text(text, encoding="utf-8")
-    return probe([file], items, size=size)["tasks"][0]
+    return overlap([file], items, size=size)["tasks"][0]
 
 
 def test_planted_passage(tmp_path: Path) -> None:
@@ -43,6 +45,8 @@ def test_planted_passage(tmp_path: Path) -> None:
     assert (task["items"], task["tested"], task["overlapping"], task["share"]) == (4, 4, 1, 0.25)
     assert task["overlaps"] == {"0": 0.0, "1": 0.0, "2": 0.7, "3": 0.0}
     assert task["mean_overlap"] == pytest.approx(0.175)
+    assert task["mean_found"] == pytest.approx(2 / 8 / 4)  # 20 words are 8 n-grams
+    assert task["interval"] == pytest.approx([0.0456, 0.6994], abs=1e-4)
     assert task["worst"] == [
         {
             "doc_id": 2,
@@ -81,13 +85,22 @@ def test_case_punctuation_and_spelling_of_unicode(tmp_path: Path, item: str, tex
     assert task["overlaps"] == {"0": 1.0}
 
 
-def test_short_items_are_not_tested(tmp_path: Path) -> None:
-    items = [Item("task", 7, sentence(0, 12)), Item("task", 8, ""), Item("task", 9, sentence(1, 13))]
-    task = found(tmp_path, sentence(0, 12) + "\n" + sentence(1, 13), items)
-    assert (task["short"], task["tested"], task["overlapping"], task["share"]) == ([7, 8], 1, 1, 1.0)
-    only = found(tmp_path, sentence(0, 12), items[:2])
-    assert (only["tested"], only["share"], only["mean_overlap"]) == (0, None, None)
-    assert "| task | 2 | 0 | 0 |  |  |" in markdown(probe([tmp_path], items[:2]))
+def test_short_items_are_looked_for_whole(tmp_path: Path) -> None:
+    short, shorter, full = sentence(0, 12), "Four words, not more", sentence(1, 13)
+    items = [Item("task", 7, short), Item("task", 8, " ... "), Item("task", 9, full), Item("task", 10, shorter)]
+    task = found(tmp_path, f"x {short}\nfour words not; more! {full}", items)
+    assert (task["items"], task["untested"], task["tested"]) == (4, [8], 3)
+    assert (task["short"], task["short_overlapping"], task["overlapping"]) == ([7, 10], 2, 3)
+    assert task["overlaps"] == {"7": 1.0, "9": 1.0, "10": 1.0}
+    assert task["interval"] == pytest.approx([0.4385, 1.0], abs=1e-4)
+    lengths = {worst["doc_id"]: (worst["passage"], worst["length"]) for worst in task["worst"]}
+    assert lengths == {7: (short, 12), 9: (full, 13), 10: ("four words not more", 4)}
+    some = short.split()
+    task = found(tmp_path, f"{' '.join(some[:11])} {some[0]} four words not", items)  # a word is missing
+    assert (task["overlapping"], task["share"], task["short_overlapping"]) == (0, 0.0, 0)
+    none = found(tmp_path, "x", items[1:2])
+    assert (none["tested"], none["share"], none["interval"], none["mean_overlap"]) == (0, None, None, None)
+    assert "| task | 1 | 0 | 0 | 0 | 0 |  |  |  |" in markdown(overlap([tmp_path], items[1:2]))
 
 
 def test_frame_of_prompts_does_not_count(tmp_path: Path) -> None:
@@ -112,7 +125,7 @@ def test_private_items_are_not_quoted(tmp_path: Path) -> None:
     items = [Item("task", 0, sentence(0), private=True)]
     file = tmp_path / "corpus.txt"
     file.write_text(sentence(0))
-    report = probe([file], items)
+    report = overlap([file], items)
     assert report["tasks"][0]["worst"][0]["passage"] is None
     assert report["tasks"][0]["worst"][0]["length"] == 20
     for text in (json.dumps(report), markdown(report)):
@@ -122,7 +135,7 @@ def test_private_items_are_not_quoted(tmp_path: Path) -> None:
 def test_items_and_tasks_that_share_a_passage(tmp_path: Path) -> None:
     items = [Item("a", 0, sentence(1)), Item("b", 0, f"more {sentence(1)}"), Item("b", 1, sentence(2))]
     (tmp_path / "corpus.txt").write_text(sentence(1))
-    report = probe([tmp_path], items)
+    report = overlap([tmp_path], items)
     assert [(task["task"], task["overlapping"]) for task in report["tasks"]] == [("a", 1), ("b", 1)]
 
 
@@ -150,7 +163,7 @@ def test_all_kinds_of_files(tmp_path: Path) -> None:
     (folder / "g.md.gz").write_bytes(gzip.compress(sentence(6).encode()))
     (folder / ".hidden.txt").write_text(sentence(7))
     (folder / "h.bin").write_bytes(b"\0" + sentence(7).encode())
-    report = probe([folder], items)
+    report = overlap([folder], items)
     task = report["tasks"][0]
     assert {number for number, overlap in task["overlaps"].items() if overlap == 1.0} == set("0123456")
     assert report["corpus"] == {
@@ -168,7 +181,7 @@ def test_all_kinds_of_files(tmp_path: Path) -> None:
 def test_documents_are_apart(tmp_path: Path) -> None:
     some = sentence(0).split()
     (tmp_path / "a.jsonl").write_bytes(lines({"text": " ".join(some[:10])}, {"text": " ".join(some[10:])}))
-    assert probe([tmp_path], ITEMS)["tasks"][0]["overlapping"] == 0
+    assert overlap([tmp_path], ITEMS)["tasks"][0]["overlapping"] == 0
 
 
 @pytest.mark.parametrize("name", ["corpus.txt", "corpus.jsonl"])
@@ -179,10 +192,10 @@ def test_long_documents_are_read_in_pieces(
     """A passage across the border of two pieces, or of many, is found whole."""
     text = " ".join([sentence(50, 40), *(sentence(number) for number in range(4)), sentence(60, 40)])
     (tmp_path / name).write_text(json.dumps({"text": text}) if name.endswith("l") else text)
-    whole = probe([tmp_path], ITEMS, size=size)
+    whole = overlap([tmp_path], ITEMS, size=size)
     for length in (31, 64, 100, 500):
         monkeypatch.setattr(corpus_texts, "PIECE", length)
-        found = probe([tmp_path], ITEMS, size=size)
+        found = overlap([tmp_path], ITEMS, size=size)
         assert found["tasks"] == whole["tasks"], length
         assert found["corpus"]["documents"] == 1
     assert whole["tasks"][0]["mean_overlap"] == 1.0
@@ -214,24 +227,24 @@ def test_equal_hashes_are_no_match(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_bad_corpus_is_one_line(tmp_path: Path, name: str, content: bytes, message: str) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message) as caught:
-        probe([tmp_path], ITEMS)
+        overlap([tmp_path], ITEMS)
     assert "\n" not in str(caught.value)
 
 
 def test_bad_arguments(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="there is no file or folder"):
-        probe([tmp_path / "missing"], ITEMS)
+        overlap([tmp_path / "missing"], ITEMS)
     with pytest.raises(ValueError, match="the corpus has no files"):
-        probe([tmp_path], ITEMS)
+        overlap([tmp_path], ITEMS)
     with pytest.raises(ValueError, match="no items"):
-        probe([tmp_path], [])
+        overlap([tmp_path], [])
     for text in ("1", "0", "c", "13w", "-5", "12345", ""):
         with pytest.raises(ValueError, match="neither words, as 13, nor characters, as 50c"):
             Size.read(text)
     assert (Size.read("8"), Size.read("50c")) == (Size(8), Size(50, "characters"))
     pyarrow.parquet.write_table(pyarrow.table({"content": ["x"]}), tmp_path / "a.parquet")
     with pytest.raises(ValueError, match="has no column 'text', but content"):
-        probe([tmp_path], ITEMS)
+        overlap([tmp_path], ITEMS)
 
 
 # --- suites, scores, command ----------------------------------------------------------------------------------------
@@ -272,11 +285,11 @@ def test_scores_are_split(tmp_path: Path) -> None:
     ]
     folder = evaluation_folders.write(tmp_path / "evaluation", runs)
     items = [Item("task", number, sentence(number), samples[number]["doc_hash"]) for number in range(5)]
-    items += [Item("task", 5, "short", samples[5]["doc_hash"])]
+    items += [Item("task", 5, "?", samples[5]["doc_hash"])]  # not tested
     items += [Item("texts", number, sentence(10 + number), texts[number]["doc_hash"]) for number in range(2)]
     corpus = tmp_path / "corpus.txt"
     corpus.write_text("\n".join(sentence(number) for number in (0, 1, 10)))
-    report = probe([corpus], items)
+    report = overlap([corpus], items)
     first, second = split_scores(report, folder)
     assert first["overlapping"] == {"items": 2, "value": 1.0}
     assert first["clean"] == {"items": 3, "value": pytest.approx(1 / 3)}
@@ -287,6 +300,11 @@ def test_scores_are_split(tmp_path: Path) -> None:
     assert second["difference"] is None
     text = markdown({**report, "scores": [first, second]})
     assert "| task | ZAYA1-base | acc,none | 0.3333 (n = 3) | 1 (n = 2) | +0.6667 ± 0.3333 |" in text
+    unscored = evaluation_folders.run(
+        "ZAYA1-base", "task", [*samples[:3], evaluation_folders.item(3, float("nan")), *samples[4:]]
+    )
+    broken = evaluation_folders.write(tmp_path / "broken", [unscored])
+    assert split_scores(report, broken)[0]["clean"] == {"items": 2, "value": 0.5}
     report["tasks"][0]["hashes"]["1"] = "another"
     with pytest.raises(ValueError, match="item 1 of task is another than the one that was looked for"):
         split_scores(report, folder)
@@ -294,29 +312,75 @@ def test_scores_are_split(tmp_path: Path) -> None:
         split_scores({**report, "tasks": [{**report["tasks"][0], "task": "other"}]}, folder)
 
 
-def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    corpus = tmp_path / "corpus.txt"
-    corpus.write_text(sentence(2))
-    monkeypatch.setattr(contamination, "suite_items", lambda suite, limit: ITEMS[:limit])
-    settings = {"suite": "offline", "corpus": [corpus], "ngram": "13", "field": "text", "limit": 3, "evaluation": None}
-    assert run(argparse.Namespace(**settings, out=tmp_path / "out")) == 0
-    printed = capsys.readouterr().out
-    assert "| task | 3 | 3 | 1 | 33.33 % | 33.33 % |" in printed
-    assert (tmp_path / "out" / "contamination.md").read_text().strip() == printed.strip()
-    assert json.loads((tmp_path / "out" / "contamination.json").read_text())["tasks"][0]["overlapping"] == 1
-    with pytest.raises(ValueError, match="is a file"):
-        write({}, corpus)
-
-
-def test_items_of_a_suite(tmp_path: Path) -> None:
-    """Generated ones, which need no data; each is found in a corpus that has it as it is asked."""
-    suite = tmp_path / "suite.yaml"
+@pytest.fixture(scope="module")
+def suite(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of generated items, which need no data."""
+    suite = tmp_path_factory.mktemp("suite") / "suite.yaml"
     entry = "{task: zaya_logic_generated, title: Logic, ability: reasoning, metric: 'acc,none', items: 3, limit: 3, "
     counts = "prompt_tokens: 100, answer_tokens: 1, answers: 4}"
     suite.write_text(f"name: mine\ntitle: Mine\ndescription: One task.\nentries:\n  - {entry}{counts}\n")
-    items = suite_items(suite, limit=2)
-    assert [(item.task, item.doc_id, item.private) for item in items] == [
-        ("zaya_logic_generated", 0, False),
-        ("zaya_logic_generated", 1, False),
-    ]
-    assert found(tmp_path, items[1].text, items)["overlaps"] == {"0": 0.0, "1": 1.0}
+    return suite
+
+
+@pytest.fixture(scope="module")
+def loaded(suite: Path) -> list[LoadedTask]:
+    return load_tasks(load_suite(suite), limit=None)
+
+
+def test_tasks_of_a_suite(tmp_path: Path, loaded: list[LoadedTask]) -> None:
+    """An item is found as it is asked, without its examples; those of a private task are not quoted."""
+    text = task_items("name", loaded[0].task_object)[1].text
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text(text)
+    [task] = probe([corpus], [replace(one, limit=2) for one in loaded])["tasks"]
+    assert (task["task"], task["overlaps"]) == ("zaya_logic_generated", {"0": 0.0, "1": 1.0})
+    assert task["worst"][0]["passage"] == " ".join(words(text))
+    private = [replace(one, entry=replace(one.entry, private_items=True)) for one in loaded]
+    assert probe([corpus], private)["tasks"][0]["worst"][0]["passage"] is None
+
+
+def test_command(tmp_path: Path, suite: Path, loaded: list[LoadedTask], capsys: pytest.CaptureFixture[str]) -> None:
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_bytes(lines({"body": task_items("name", loaded[0].task_object)[2].text}))
+    settings = {"suite": suite, "corpus": [corpus], "ngram": "13", "field": "body", "limit": None, "evaluation": None}
+    assert run(argparse.Namespace(**settings, out=tmp_path / "out")) == 0
+    printed = capsys.readouterr().out
+    assert "| zaya_logic_generated | 3 | 3 | 0 | 1 | 0 | 33.33 % (6.15 % to 79.23 %) | 33.33 % | 33.33 % |" in printed
+    assert (tmp_path / "out" / "contamination.md").read_text().strip() == printed.strip()
+    assert json.loads((tmp_path / "out" / "contamination.json").read_text())["tasks"][0]["overlapping"] == 1
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"out": "corpus.txt"}, "is a file; expected a folder"),
+        ({"evaluation": "."}, "has no manifest.json"),
+        ({"ngram": "13w"}, "neither words"),
+        ({"corpus": ["missing"]}, "there is no file or folder"),
+    ],
+)
+def test_mistakes_are_said_before_tasks_are_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: dict[str, Any], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("corpus.txt").write_text(sentence(0))
+    paths = {name: Path(value) for name, value in wrong.items() if name in ("out", "evaluation")}
+    settings = {"suite": "no such suite", "corpus": ["corpus.txt"], "ngram": "13", "field": "text", "limit": None}
+    settings |= {"evaluation": None, "out": None, **wrong, **paths}
+    settings["corpus"] = [Path(path) for path in settings["corpus"]]
+    with pytest.raises(ValueError, match=message):
+        run(argparse.Namespace(**settings))
+
+
+def test_json_lines_named_json(tmp_path: Path) -> None:
+    """Its escapes are no text: a line end inside would hide the word behind it."""
+    text = sentence(0).replace(" ", "\n")
+    (tmp_path / "a.json").write_bytes(b"\n" + lines({"text": text}, {"text": "x"}))
+    (tmp_path / "b.json.gz").write_bytes(gzip.compress(lines({"text": sentence(1).replace(" ", "\t")})))
+    (tmp_path / "info.json").write_text(json.dumps({"text": sentence(2)}, indent=2))
+    (tmp_path / "list.json").write_text(json.dumps([sentence(3)]))
+    report = overlap([tmp_path], ITEMS)
+    assert report["tasks"][0]["overlaps"] == {"0": 1.0, "1": 1.0, "2": 0.0, "3": 0.0}
+    assert report["corpus"]["skipped"] == [str(tmp_path / "info.json"), str(tmp_path / "list.json")]
+    with pytest.raises(ValueError, match=r"info\.json, line 1 is not JSON"):
+        overlap([tmp_path / "info.json"], ITEMS)

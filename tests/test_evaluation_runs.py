@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -371,6 +372,30 @@ class TestRefused:
         with pytest.raises(ValueError, match="--baseline b: it is none of the models: a"):
             bench.evaluate(suite, [f"a={model}"], tmp_path / "out", baseline="b")
         assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("manifest.json", '{"made_by": "zaya eval", "format": 1, "models": [1]}', "delete it, and the same command"),
+        ("runs/*/result.json", "{}", "has no model, .*metrics, .*; delete the folder"),
+        ("runs/*/result.json", '{"cut', "cannot be read.*; delete the folder"),
+        ("runs/*/key.json", "[]", "holds no JSON object; delete the folder"),
+    ],
+)
+def test_of_a_file_that_is_broken_it_is_said_what_to_do(
+    file: str, content: str, message: str, bench: Bench, suite: Path, model: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    bench.evaluate(suite, [f"a={model}"], out)
+    before = contents(out)
+    broken = sorted(out.glob(file))[0]
+    broken.write_text(content, encoding="utf-8")
+    with pytest.raises(ValueError, match=message):
+        bench.evaluate(suite, [f"a={model}"], out)
+    broken.unlink() if file == "manifest.json" else shutil.rmtree(broken.parent)
+    bench.evaluate(suite, [f"a={model}"], out)
+    assert contents(out) == before
 
 
 def test_values_of_other_libraries_become_plain() -> None:

@@ -17,10 +17,10 @@ import torch.distributed as dist
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from tokenizers import processors
-from transformers import PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from rank_processes import run_ranks
-from tiny_families import FAMILIES, build
+from tiny_families import FAMILIES, SIZES, build
 from zaya_hf.evaluation import forests, generating
 from zaya_hf.evaluation.journal import Journal, work_through
 from zaya_hf.evaluation.scorer import Scorer
@@ -299,7 +299,41 @@ def test_settings_that_only_transformers_knows_are_left_to_lm_eval(tokenizer: Pr
     model = build("llama")
     answers = prompts(4, {"until": ["\n\n"], "max_gen_toks": 6, "num_beams": 2}, count=3)
     theirs = HFLM(pretrained=model, tokenizer=tokenizer, max_length=LENGTH).generate_until(answers, True)
-    assert Scorer(model, tokenizer=tokenizer, max_length=LENGTH).generate_until(answers, True) == theirs
+    scorer = Scorer(model, tokenizer=tokenizer, max_length=LENGTH)
+    assert scorer.generate_until(answers, True) == theirs
+    assert scorer.counts["unwatched_answers"] == 3  # it is not known how many of them were cut
+    assert scorer.counts["empty_answers"] == sum(not text.strip() for text in theirs)
+
+
+def test_what_the_model_itself_says_of_generation_counts_as_in_lm_eval(tokenizer: PreTrainedTokenizerFast) -> None:
+    answers = prompts(4, {"until": ["\n\n"], "max_gen_toks": 20}, count=3)
+    found = []
+    for penalty in (1.0, 1.8):
+        model = build("llama")
+        model.generation_config.repetition_penalty = penalty
+        model.generation_config.temperature = 0.5  # of no account: nothing is drawn
+        scorer = Scorer(model, tokenizer=tokenizer, max_length=LENGTH)
+        theirs = HFLM(pretrained=model, tokenizer=tokenizer, max_length=LENGTH).generate_until(answers, True)
+        assert scorer.generate_until(answers, True) == theirs
+        found.append((theirs, scorer.counts["unwatched_answers"]))
+    assert found[0][0] != found[1][0]
+    assert [unwatched for _, unwatched in found] == [0, 3]
+
+
+def test_lm_eval_too_takes_thoughts_out_of_answers(tokenizer: PreTrainedTokenizerFast) -> None:
+    """Where generation is left to its code, and the mark of their end is a special token, which texts do not show."""
+    model = build("llama")
+    ids = iter(tokenizer(" x</think> y", add_special_tokens=False)["input_ids"])
+
+    class Says(torch.nn.Module):
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.one_hot(torch.full(hidden.shape[:-1], next(ids, 1)), 320).double()
+
+    thinking = {"start": "<think>", "end": "</think>"}
+    scorer = Scorer(model, tokenizer=tokenizer, max_length=LENGTH, thinking=thinking)
+    model.lm_head = Says()
+    asked = ask("generate_until", "a <think>", {"until": ["zz"], "max_gen_toks": 9, "num_beams": 1})
+    assert scorer.generate_until([asked], True) == ["y"]
 
 
 # ------------------------------------------------------------------------------------------------- models that cannot
@@ -320,6 +354,45 @@ def test_a_model_that_fails_the_trial_is_left_to_lm_eval(
     assert scorer.loglikelihood(asked, disable_tqdm=True) == expected
     assert scorer.generate_until(answers, disable_tqdm=True) == texts
     assert scorer.counts["requests"] == len(asked) + 3
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4},
+        {
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "short_factor": [1.0] * 4,
+            "long_factor": [3.0] * 4,
+            "original_max_position_embeddings": 24,
+        },
+    ],
+)
+def test_texts_do_not_change_one_another_by_their_lengths(
+    rope: dict[str, Any], tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """Rotations that depend on the longest text of a batch: a short text beside a long one would be another."""
+    width = {"intermediate_size": 48, "rope_parameters": rope}
+    model = LlamaForCausalLM(LlamaConfig(**SIZES | width)).double().eval()
+    scorer = Scorer(model, tokenizer=tokenizer, max_length=LENGTH)
+    assert f"rope_type {rope['rope_type']}" in str(scorer.why_not)
+    asked = choices(1)
+    theirs = HFLM(pretrained=model, tokenizer=tokenizer, max_length=LENGTH).loglikelihood(asked, disable_tqdm=True)
+    assert scorer.loglikelihood(asked, disable_tqdm=True) == theirs
+
+
+def test_a_cap_on_logits_is_found_in_low_precision(tokenizer: PreTrainedTokenizerFast) -> None:
+    """It is smaller than what the roundings of a forest may be."""
+    found = []
+    for cap in (None, 8.0):
+        model = build("gemma3")
+        model.config.final_logit_softcapping = cap
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.6)
+        found.append(Scorer(model.bfloat16(), tokenizer=tokenizer, max_length=LENGTH).why_not)
+    assert found == [None, "Gemma3ForCausalLM does more to its logits than its head does"]
 
 
 # ----------------------------------------------------------------------------------------------- killed and repeated

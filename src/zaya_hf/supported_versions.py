@@ -39,6 +39,7 @@ OPTIONAL = {
     "pydantic": ">=2.9",
     "pyyaml": ">=6",
     "rich": ">=13.7",
+    "scipy": ">=1.11",
     "tensorboard": ">=2.16",
     "triton": ">=3.6",
     "trl": ">=1.16",

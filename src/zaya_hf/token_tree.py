@@ -79,7 +79,7 @@ def grow(texts: Sequence[Sequence[int]]) -> TokenTree:
         ValueError: for texts that are empty, equal or not in order.
     """
     for before, text in pairwise(texts):
-        if before >= text:
+        if tuple(before) >= tuple(text):
             raise ValueError("the texts of a tree must be different and in rising order.")
     if not texts or not texts[0]:
         raise ValueError("a tree needs texts of at least one token.")
@@ -96,8 +96,13 @@ def grow(texts: Sequence[Sequence[int]]) -> TokenTree:
             cuts[open_stretches[-1]].add(depth)
         open_stretches.append(index)
 
-    starts, ends, parents, leaves = [], [], [], []
-    ids, positions, offset = [], [], 0
+    starts: list[int] = []
+    ends: list[int] = []
+    parents: list[int] = []
+    leaves: list[int] = []
+    ids: list[np.ndarray] = []
+    positions: list[np.ndarray] = []
+    offset = 0
     numbers: list[tuple[list[int], int]] = []  # of each stretch: its cuts in order, number of its first segment
     for index, text in enumerate(texts):
         depth, ordered = common[index], sorted(cuts[index])
@@ -124,8 +129,11 @@ def grow(texts: Sequence[Sequence[int]]) -> TokenTree:
     return TokenTree(
         np.concatenate(ids),
         np.concatenate(positions),
-        *(np.asarray(values, dtype=np.int64) for values in (starts, ends, subtree_ends, parents)),
-        leaves,
+        starts=np.asarray(starts, dtype=np.int64),
+        ends=np.asarray(ends, dtype=np.int64),
+        subtree_ends=np.asarray(subtree_ends, dtype=np.int64),
+        parents=np.asarray(parents, dtype=np.int64),
+        leaves=leaves,
     )
 
 

@@ -227,9 +227,12 @@ def _read(descriptor: int, deadline: float) -> tuple[bytes, bool]:
 
 def _outcome(output: bytes, ended: bool, wall: float) -> tuple[Outcome, tuple[str, ...]]:
     lines = output.decode(errors="replace").splitlines()
-    words = [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
-    limits = tuple(words[0]["started"]) if words else ()
-    if len(words) == 2:
+    try:
+        words = [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
+        limits = tuple(words[0]["started"]) if words else ()
+    except (ValueError, KeyError, TypeError, RecursionError):  # the output is open to a program that looks for it
+        return Outcome("failed", "it wrote where the process that watches over it reports", 0.0), ()
+    if len(words) == 2 and words[1].keys() == {"status", "message", "seconds"}:
         return Outcome(words[1]["status"], words[1]["message"], words[1]["seconds"]), limits
     if not words:
         reason = lines[-1] if lines else "it says nothing" if ended else f"it has not begun after {wall:g} s"

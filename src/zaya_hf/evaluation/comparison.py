@@ -24,6 +24,7 @@ _LOUD = {
     "truncated_prompts": "prompts were cut because they did not fit into max_length",
     "truncated_answers": "answers were cut at the budget of tokens",
     "thoughts_without_end": "thoughts did not end within the budget and count as no answer",
+    "unwatched_answers": "answers came from lm-eval's own code, so how many were cut is not known",
 }
 _QUIET = {"empty_answers": "answers are empty"}
 

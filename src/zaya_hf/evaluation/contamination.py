@@ -15,16 +15,20 @@ import json
 import re
 import unicodedata
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
 from .corpus_texts import Piece, corpus_files, pieces
+from .statistics import wilson_interval
+
+if TYPE_CHECKING:
+    from .suites import LoadedTask
 
 FORMAT = 1
 WORST = 5  # items of a task that are shown
@@ -72,23 +76,44 @@ class Size:
 
 
 def probe(
+    corpus: Sequence[Path], tasks: Sequence[LoadedTask], *, size: Size | None = None, field: str = "text"
+) -> dict[str, Any]:
+    """Look for the items of tasks in a corpus: question and right answer, without examples in front or templates.
+
+    Args:
+        corpus: files or folders; see `corpus_texts.pieces`.
+        tasks: of `suites.load_tasks`; the items within each one's `limit` are looked for.
+        size, field: as `overlap`.
+
+    Returns:
+        As `overlap`.
+
+    Raises:
+        ValueError: as `overlap`.
+    """
+    return overlap(corpus, _items_of(tasks), size=size, field=field)
+
+
+def overlap(
     corpus: Sequence[Path], items: Sequence[Item], *, size: Size | None = None, field: str = "text"
 ) -> dict[str, Any]:
     """Look for the n-grams of items in a corpus.
 
     Args:
         corpus: files or folders; see `corpus_texts.pieces`.
-        items: see `suite_items`.
-        size: of the n-grams; 13 words if not given.
+        items: of one or more tasks.
+        size: of the n-grams; 13 words if not given. An item that has fewer is looked for as a whole.
         field: of a record in JSON lines or Parquet: its text.
 
     Returns:
         What `contamination_report.markdown` shows, as JSON types: `unit`, `n`, `corpus` (`paths`, `files`, `skipped`,
-        `documents`, `units`), and per task in `tasks`: `items`; `short` (doc_ids of items without n-grams of their own,
-        about which nothing is said); `tested`; `overlapping`; `share` of the tested that overlap at all;
-        `mean_overlap`, the mean over the tested of the share of an item's words (characters) inside a shared n-gram;
-        `overlaps` {doc_id: share} and `hashes` {doc_id: doc_hash}; `worst` with `doc_id`, `overlap`, the longest
-        `passage` (None if private) and its `length`, `file` and `document` (counted from 1) where it was found first.
+        `documents`, `units`), and per task in `tasks`: `items`; `untested` (doc_ids of items without words, or without
+        n-grams of their own); `tested`, the others; `short` (doc_ids of the tested that were looked for as a whole) and
+        `short_overlapping`, how many of them were found; `overlapping`; `share` of the tested that overlap at all, with
+        its 95 % Wilson `interval`; `mean_found`, the mean over the tested of the share of an item's n-grams that were
+        found; `mean_overlap`, the same of its words (characters) inside those; `overlaps` {doc_id: share of words} and
+        `hashes` {doc_id: doc_hash}; `worst` with `doc_id`, `overlap`, the longest `passage` (None if private) and its
+        `length`, `file` and `document` (counted from 1) where it was found first.
 
     Raises:
         ValueError: there are no items, or the corpus is not there, has no text, or cannot be read.
@@ -96,11 +121,12 @@ def probe(
     size = size or Size(13)
     if not items:
         raise ValueError("there are no items to look for")
-    index = _Index(items, size)
     files, skipped = corpus_files(corpus)
+    index = _Index(items, size)
     documents = 0
     for number, file in enumerate(tqdm(files, desc="reading the corpus", unit="file", disable=None)):
-        documents += index.read(pieces(file, field), number)
+        parts = tqdm(pieces(file, field), desc=file.name, unit="part", leave=False, disable=None)
+        documents += index.read(parts, number)
     if index.seen == 0:
         raise ValueError(f"the corpus has no {size.unit} in it: {', '.join(map(str, corpus))}")
     return {
@@ -118,21 +144,6 @@ def probe(
     }
 
 
-def suite_items(suite: str | Path, *, limit: int | None = None) -> list[Item]:
-    """The items of a suite's tasks: question, and right answer where the task has one, without examples or templates.
-
-    Raises:
-        ValueError: as `suites.load_suite` and `suites.load_tasks`.
-    """
-    from .suites import load_suite, load_tasks
-
-    found = []
-    for loaded in load_tasks(load_suite(suite), limit=limit):
-        private = loaded.entry.private_items
-        found += task_items(loaded.leaf_name, loaded.task_object, limit=loaded.limit, private=private)
-    return found
-
-
 def task_items(name: str, task: Any, *, limit: int | None = None, private: bool = False) -> list[Item]:
     """The items of one of lm-eval's tasks, the first `limit`."""
     from lm_eval.utils import handle_non_serializable, hash_string
@@ -144,6 +155,14 @@ def task_items(name: str, task: Any, *, limit: int | None = None, private: bool 
     return items
 
 
+def _items_of(tasks: Iterable[LoadedTask]) -> list[Item]:
+    found = []
+    for loaded in tasks:
+        private = loaded.entry.private_items
+        found += task_items(loaded.leaf_name, loaded.task_object, limit=loaded.limit, private=private)
+    return found
+
+
 def run(args: Any) -> int:
     """`zaya eval contamination`: prints the table; with `args.out` also writes it, as JSON and Markdown.
 
@@ -152,14 +171,22 @@ def run(args: Any) -> int:
             are split, or None), `out` (a folder for JSON and Markdown, or None).
 
     Raises:
-        ValueError: as `probe`, `suite_items` and `contamination_report.split_scores`.
+        ValueError: as `probe`, `suites.load_suite`, `suites.load_tasks` and `contamination_report.split_scores`.
     """
-    from .contamination_report import markdown, split_scores, write
+    from .contamination_report import check_folder, markdown, split_scores, write
+    from .finished_runs import read_manifest
 
+    # What is wrong is said before lm-eval is imported, and before a corpus is read that may take hours.
     size = Size.read(str(args.ngram))
-    corpus_files(args.corpus)  # a wrong path is said before lm-eval is imported
-    items = suite_items(args.suite, limit=args.limit)
-    report = probe(args.corpus, items, size=size, field=args.field or "text")
+    corpus_files(args.corpus)
+    if args.evaluation is not None:
+        read_manifest(args.evaluation)
+    if args.out is not None:
+        check_folder(args.out)
+    from .suites import load_suite, load_tasks
+
+    tasks = load_tasks(load_suite(args.suite), limit=args.limit)
+    report = probe(args.corpus, tasks, size=size, field=args.field or "text")
     if args.evaluation is not None:
         report["scores"] = split_scores(report, args.evaluation)
     if args.out is not None:
@@ -175,7 +202,7 @@ def words(text: str) -> list[str]:
 
 
 class _Index:
-    """The n-grams of all items one behind the other, and where each was found."""
+    """The n-grams of all items one behind the other, the short items whole, and where each was found first."""
 
     def __init__(self, items: Sequence[Item], size: Size) -> None:
         self.items = items
@@ -188,13 +215,24 @@ class _Index:
             self._vocabulary[unit] = len(self._vocabulary) + 1  # 0 is everything else, which matches nothing
         self._ids = [self._numbers(one) for one in units]
         self._values = _random_values(len(self._vocabulary) + 1)
-        hashes = [self._hashes(ids)[0] for ids in self._ids]
-        kept = [~np.isin(found, frame) for found, frame in zip(hashes, self._frames(hashes), strict=True)]
+        # Per item the hashes of what is looked for, and their places: of a short one a single hash of the whole.
+        self._lengths = np.array([min(self.n, len(ids)) for ids in self._ids])
+        none = np.zeros(0, dtype=np.uint64), np.zeros(0, dtype=np.int64)
+        grams = [
+            next(self._hashes(ids, {int(length)}))[1:] if length else none
+            for ids, length in zip(self._ids, self._lengths, strict=True)
+        ]
+        frames = self._frames([found for found, _ in grams])
+        kept = [~np.isin(found, frame) for (found, _), frame in zip(grams, frames, strict=True)]
         self._item = np.repeat(np.arange(len(items)), [int(mask.sum()) for mask in kept])
-        self._place = np.concatenate([np.flatnonzero(mask) for mask in kept])
-        flat = np.concatenate([found[mask] for found, mask in zip(hashes, kept, strict=True)])
-        self._order = np.argsort(flat, kind="stable")
-        self._sorted = flat[self._order]
+        self._place = np.concatenate([places[mask] for (_, places), mask in zip(grams, kept, strict=True)])
+        flat = np.concatenate([found[mask] for (found, _), mask in zip(grams, kept, strict=True)])
+        self._tables: dict[int, tuple[_Hashes, _Ids]] = {}  # by length: sorted hashes, and whose they are
+        lengths = self._lengths[self._item]
+        for length in np.unique(lengths):
+            entries = np.flatnonzero(lengths == length)
+            entries = entries[np.argsort(flat[entries], kind="stable")]
+            self._tables[int(length)] = flat[entries], entries
         self._file = np.full(len(flat), -1, dtype=np.int64)
         self._document = np.zeros(len(flat), dtype=np.int64)
 
@@ -220,30 +258,36 @@ class _Index:
         shared: dict[int, list[int]] = defaultdict(list)
         for entry in found:
             shared[int(self._item[entry])].append(int(entry))
-        has_own = np.bincount(self._item, minlength=len(self.items)) > 0
+        own = np.bincount(self._item, minlength=len(self.items))
         by_task: dict[str, list[int]] = defaultdict(list)
         for number, item in enumerate(self.items):
             by_task[item.task].append(number)
-        return [self._task(name, numbers, shared, has_own, files) for name, numbers in by_task.items()]
+        return [self._task(name, numbers, shared, own, files) for name, numbers in by_task.items()]
 
     def _task(
         self,
         name: str,
         numbers: Sequence[int],
         shared: Mapping[int, Sequence[int]],
-        has_own: NDArray[np.bool_],
+        own: _Ids,
         files: Sequence[str],
     ) -> dict[str, Any]:
-        tested = [number for number in numbers if has_own[number]]
+        tested = [number for number in numbers if own[number]]
+        short = [number for number in tested if self._lengths[number] < self.n]
         overlaps = {number: self._overlap(number, shared.get(number, ())) for number in tested}
         overlapping = sorted((number for number in tested if overlaps[number]), key=lambda number: -overlaps[number])
+        found = [len(shared.get(number, ())) / int(own[number]) for number in tested]
         return {
             "task": name,
             "items": len(numbers),
-            "short": [self.items[number].doc_id for number in numbers if not has_own[number]],
+            "untested": [self.items[number].doc_id for number in numbers if not own[number]],
             "tested": len(tested),
+            "short": [self.items[number].doc_id for number in short],
+            "short_overlapping": sum(overlaps[number] > 0 for number in short),
             "overlapping": len(overlapping),
             "share": len(overlapping) / len(tested) if tested else None,
+            "interval": list(wilson_interval(len(overlapping), len(tested))) if tested else None,
+            "mean_found": sum(found) / len(tested) if tested else None,
             "mean_overlap": sum(overlaps.values()) / len(tested) if tested else None,
             "overlaps": {str(self.items[number].doc_id): overlaps[number] for number in tested},
             "hashes": {str(self.items[number].doc_id): self.items[number].doc_hash for number in tested},
@@ -260,7 +304,7 @@ class _Index:
     def _overlap(self, number: int, entries: Sequence[int]) -> float:
         covered = np.zeros(len(self._ids[number]), dtype=bool)
         for entry in entries:
-            covered[self._place[entry] : self._place[entry] + self.n] = True
+            covered[self._place[entry] : self._place[entry] + self._lengths[number]] = True
         return float(covered.mean())
 
     def _longest(self, entries: Sequence[int], files: Sequence[str]) -> dict[str, Any]:
@@ -274,7 +318,7 @@ class _Index:
         count, first = best[0], entries[-best[1]]
         item = self.items[self._item[first]]
         place = int(self._place[first])
-        units = self._units(item.text)[place : place + count + self.n - 1]
+        units = self._units(item.text)[place : place + count + int(self._lengths[self._item[first]]) - 1]
         passage = "".join(units) if self.characters else " ".join(units)
         return {
             "passage": None if item.private else passage,
@@ -291,29 +335,26 @@ class _Index:
         )
 
     def _match(self, ids: _Ids, file: int, document: int) -> None:
-        hashes, starts = self._hashes(ids)
-        if not len(hashes) or not len(self._sorted):
-            return
-        low = np.searchsorted(self._sorted, hashes)
-        hit = self._sorted[np.minimum(low, len(self._sorted) - 1)] == hashes
-        if not hit.any():
-            return
-        found, where = np.unique(hashes[hit], return_index=True)
-        starts = starts[hit][where]
-        ends = np.searchsorted(self._sorted, found, side="right")
-        for begin, end, start in zip(np.searchsorted(self._sorted, found), ends, starts, strict=True):
-            window = ids[start : start + self.n]
-            for entry in self._order[begin:end]:
-                if self._file[entry] < 0:
-                    place = self._place[entry]
-                    if np.array_equal(self._ids[self._item[entry]][place : place + self.n], window):
-                        self._file[entry], self._document[entry] = file, document
+        for length, hashes, starts in self._hashes(ids, self._tables):
+            known, entries = self._tables[length]
+            hit = known[np.minimum(np.searchsorted(known, hashes), len(known) - 1)] == hashes
+            if not hit.any():
+                continue
+            found, where = np.unique(hashes[hit], return_index=True)
+            ends = np.searchsorted(known, found, side="right")
+            for begin, end, start in zip(np.searchsorted(known, found), ends, starts[hit][where], strict=True):
+                window = ids[start : start + length]
+                for entry in entries[begin:end]:
+                    if self._file[entry] < 0:
+                        place = self._place[entry]
+                        if np.array_equal(self._ids[self._item[entry]][place : place + length], window):
+                            self._file[entry], self._document[entry] = file, document
 
     def _frames(self, hashes: Sequence[_Hashes]) -> Iterator[_Hashes]:
         """For each item the hashes that do not count, as too many items of its task share them."""
         by_task: dict[str, list[_Hashes]] = defaultdict(list)
-        for item, found in zip(self.items, hashes, strict=True):
-            by_task[item.task].append(np.unique(found))
+        for item, length, found in zip(self.items, self._lengths, hashes, strict=True):
+            by_task[item.task].append(np.unique(found) if length == self.n else found[:0])
         frames = {}
         for task, lists in by_task.items():
             values, counts = np.unique(np.concatenate(lists), return_counts=True)
@@ -328,18 +369,21 @@ class _Index:
         get = self._vocabulary.get
         return np.array([get(unit, 0) for unit in units], dtype=np.int64)
 
-    def _hashes(self, ids: _Ids) -> tuple[_Hashes, _Ids]:
-        """Hashes of all n-grams of known words, and where they start."""
-        count = len(ids) - self.n + 1
-        if count < 1:
-            return np.zeros(0, dtype=np.uint64), np.zeros(0, dtype=np.int64)
-        unknown = np.concatenate([[0], np.cumsum(ids == 0)])
-        starts = np.flatnonzero(unknown[self.n :] == unknown[: -self.n])
-        values = self._values[ids]
-        found = np.zeros(len(starts), dtype=np.uint64)
-        for place in range(self.n):
-            found = found * _MULTIPLIER + values[starts + place]
-        return found, starts
+    def _hashes(self, ids: _Ids, lengths: Container[int]) -> Iterator[tuple[int, _Hashes, _Ids]]:
+        """For each of `lengths`, from the shortest on, hashes of all n-grams of known words, and where they start."""
+        starts = np.arange(len(ids))
+        found = np.zeros(len(ids), dtype=np.uint64)
+        for done in range(min(self.n, len(ids))):
+            # Every hash goes on by a word; those whose next word is unknown or past the end are given up.
+            inside = starts[: np.searchsorted(starts, len(ids) - done)]
+            following = ids[inside + done]
+            goes_on = following > 0
+            starts = inside[goes_on]
+            found = found[: len(inside)][goes_on] * _MULTIPLIER + self._values[following[goes_on]]
+            if not len(starts):
+                return
+            if done + 1 in lengths:
+                yield done + 1, found, starts
 
 
 def _random_values(count: int) -> _Hashes:

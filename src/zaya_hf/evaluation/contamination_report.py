@@ -19,25 +19,34 @@ _PASSAGE = 200  # characters of a passage in the table
 def markdown(report: Mapping[str, Any]) -> str:
     """A report of `probe`, with `scores` of `split_scores` if it has them, for people."""
     corpus = report["corpus"]
-    skipped = f" (passed over, as they are no text: {len(corpus['skipped'])})" if corpus["skipped"] else ""
+    skipped = (
+        f" (passed over, as they hold no text, JSON lines or Parquet: {len(corpus['skipped'])})"
+        if corpus["skipped"]
+        else ""
+    )
     lines = [
         f"# Overlap of {report['n']} {report['unit']} in a row",
         "",
         f"Corpus: {corpus['files']:,} files{skipped}, {corpus['documents']:,} documents, {corpus['units']:,} "
         f"{report['unit']}: {', '.join(corpus['paths'])}",
         "",
-        "| task | items | tested | overlapping | share | mean overlap |",
-        "|---|---:|---:|---:|---:|---:|",
+        "| task | items | tested | of them short | overlapping | of them short | share (95 % interval) | n-grams found "
+        "| mean overlap |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for task in report["tasks"]:
-        shares = [_percent(task["share"]), _percent(task["mean_overlap"])]
-        counts = [f"{task[key]:,}" for key in ("items", "tested", "overlapping")]
+        numbers = (task["items"], task["tested"], len(task["short"]), task["overlapping"], task["short_overlapping"])
+        counts = [f"{number:,}" for number in numbers]
+        interval = f" ({' to '.join(map(_percent, task['interval']))})" if task["interval"] else ""
+        shares = [_percent(task["share"]) + interval, _percent(task["mean_found"]), _percent(task["mean_overlap"])]
         lines.append(f"| {' | '.join([task['task'], *counts, *shares])} |")
     lines += [
         "",
-        f"Items with fewer than {report['n']} {report['unit']} of their own are not tested. Mean overlap: the share of "
-        f"an item's {report['unit']} that is inside a shared passage, over all tested items. Copies are found; "
-        "paraphrases and translations are not, and a shared quotation is not a leaked answer.",
+        f"Items with fewer than {report['n']} {report['unit']} are short: they are looked for as a whole, and the "
+        f"shorter one is, the less it says that it was found. Not tested are items without {report['unit']} of their "
+        "own. N-grams found: the share of an item's n-grams that the corpus has, and mean overlap: the share of its "
+        f"{report['unit']} inside those, both over all tested items. Copies are found; paraphrases and translations "
+        "are not, and a shared quotation is not a leaked answer.",
     ]
     if report.get("scores") is not None:
         lines += ["", *_score_lines(report["scores"])]
@@ -48,14 +57,18 @@ def markdown(report: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def write(report: Mapping[str, Any], folder: Path) -> None:
-    """Write a report as contamination.json and contamination.md.
+def check_folder(folder: Path) -> None:
+    """Check that `write` may use `folder`, which need not be there yet.
 
     Raises:
-        ValueError: `folder` is a file.
+        ValueError: it is a file.
     """
     if folder.is_file():
         raise ValueError(f"{folder} is a file; expected a folder, for contamination.json and contamination.md")
+
+
+def write(report: Mapping[str, Any], folder: Path) -> None:
+    """Write a report as contamination.json and contamination.md into `folder`, which is made if need be."""
     write_json(folder / "contamination.json", report)
     write_text(folder / "contamination.md", markdown(report))
 
@@ -70,7 +83,8 @@ def split_scores(report: Mapping[str, Any], evaluation: Path) -> list[dict[str, 
     Returns:
         Per task and model: `task`, `model`, `metric`, `clean` and `overlapping` (`items` and `value`, None of no items)
         and `difference` of overlapping to clean with its `standard_error`; None where a part has fewer than 2 items,
-        and for bits per byte and perplexities. Items that were not tested are in neither part. A difference is not
+        and for bits per byte and perplexities. Items that were not tested, or have no finite
+        score, are in neither part. A difference is not
         proof: overlapping items may be easier or harder anyway.
 
     Raises:
@@ -92,6 +106,7 @@ def split_scores(report: Mapping[str, Any], evaluation: Path) -> list[dict[str, 
 
 def _split(task: Mapping[str, Any], run: FinishedRun) -> dict[str, Any]:
     parts: dict[str, list[int]] = {"clean": [], "overlapping": []}
+    scores, sizes = run.items.scores, run.items.sizes
     for place, (doc_id, doc_hash) in enumerate(zip(run.items.doc_ids, run.items.doc_hashes, strict=True)):
         overlap = task["overlaps"].get(str(doc_id))
         if overlap is None:
@@ -101,8 +116,8 @@ def _split(task: Mapping[str, Any], run: FinishedRun) -> dict[str, Any]:
                 f"{run.folder}: item {doc_id} of {run.task} is another than the one that was looked for; the task or "
                 "its data have changed since"
             )
-        parts["overlapping" if overlap else "clean"].append(place)
-    scores, sizes = run.items.scores, run.items.sizes
+        if np.isfinite(scores[place]):
+            parts["overlapping" if overlap else "clean"].append(place)
     ratio = run.kind in ("bits_per_byte", "perplexity")
     line: dict[str, Any] = {"task": run.task, "model": run.model, "metric": run.metric}
     for name, places in parts.items():

@@ -16,7 +16,7 @@ from zaya_hf.installed import require
 
 PIECE = 1 << 22  # characters of a document at a time
 _PACKED = (".gz", ".zst")
-_LINES = (".jsonl", ".ndjson")
+_LINES = (".jsonl", ".ndjson", ".json")
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,8 @@ class Piece:
 
 def corpus_files(paths: Sequence[Path]) -> tuple[list[Path], list[Path]]:
     """The files of a corpus in order of their names, and those in its folders that are passed over: hidden ones are not
-    mentioned, files that hold bytes other than text (and are neither packed nor Parquet) are.
+    mentioned, files that hold bytes other than text (and are neither packed nor Parquet) are, and .json files that are
+    one JSON document instead of JSON lines.
 
     Raises:
         ValueError: a path is not there, or nothing is left.
@@ -57,7 +58,8 @@ def pieces(file: Path, field: str) -> Iterator[Piece]:
     """A file's documents, in pieces that end at white space. A plain file is one document.
 
     Args:
-        file: its name says what it is: .jsonl, .ndjson, .parquet, anything else is text; .gz or .zst behind it.
+        file: its name says what it is: .jsonl, .ndjson and .json (lines too), .parquet, anything else is text; .gz or
+            .zst behind it.
         field: of a JSON record or a Parquet row: its text, or a list of messages with `content`.
 
     Raises:
@@ -87,7 +89,12 @@ def _is_readable(file: Path) -> bool:
     if file.suffix.lower() in (*_PACKED, ".parquet"):
         return True
     with file.open("rb") as opened:
-        return b"\0" not in opened.read(1 << 13)
+        if file.suffix.lower() != ".json":
+            return b"\0" not in opened.read(1 << 13)
+        first = next((line for line in opened if line.strip()), b"")
+    with contextlib.suppress(ValueError, RecursionError):
+        return isinstance(json.loads(first), dict)
+    return False
 
 
 def _text_pieces(file: Path) -> Iterator[Piece]:
@@ -151,7 +158,7 @@ def _parquet_texts(file: Path, field: str) -> Iterator[str]:
                 for value in batch.column(0):
                     number += 1
                     yield _text_of(value.as_py(), f"{file}, row {number}: {field}")
-    except pyarrow.ArrowInvalid as error:
+    except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"{file} is no Parquet file that can be read: {str(error).splitlines()[0]}") from None
 
 

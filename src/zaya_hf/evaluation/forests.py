@@ -22,6 +22,10 @@ LOGITS_AT_A_TIME = 2**24
 # How far the trial may be off, as a share of the largest logit: some hundred roundings of the dtype.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 _LOW_PRECISION = 0.08
+# The same for the head alone, behind the same hidden states: a cap on logits is small where a forest's roundings are.
+_HEAD_LOW_PRECISION = 2**-7
+# Rotations of positions that depend on the longest text of a batch. The trial is too short to show it.
+_OF_LENGTH = {"dynamic", "longrope"}
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +53,12 @@ class ForestReader:
         self._cache_name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
         if self._decoder is None or self._head is None or model.config.is_encoder_decoder:
             raise CannotRead(f"{type(model).__name__} is no decoder with a head")
+        changing = _rope_kinds(model.config) & _OF_LENGTH
+        if changing:
+            raise CannotRead(
+                f"the positions of {type(model).__name__} mean other things in a longer text (rope_type "
+                f"{min(changing)}), so texts cannot be read together"
+            )
         before = model.config._attn_implementation
         if self.is_zaya:
             model.set_attn_implementation("sdpa")
@@ -110,15 +120,29 @@ class ForestReader:
             found = torch.cat([logits for _, logits in self.logits(hidden[path])])
             ids = torch.tensor([text], device=self.device)
             wanted = self.model(input_ids=ids, use_cache=False).logits[0].to(found.dtype)
-            limit = _TOLERANCE.get(self.model.dtype, _LOW_PRECISION) * wanted.abs().max().item()
-            by_token = (found - wanted).abs().amax(-1)
-            # In low precision an undecided router may choose otherwise for a token; that is no fault of the forest.
-            apart = (by_token.max() if self.model.dtype in _TOLERANCE else by_token.median()).item()
-            if not apart <= limit:
+            if not self._apart(found, wanted) <= _TOLERANCE.get(self.model.dtype, _LOW_PRECISION):
                 raise CannotRead(
                     f"{type(self.model).__name__} reads a forest of texts otherwise than the texts one by one: logits "
-                    f"differ by {apart:.2g}"
+                    f"differ by {self._apart(found, wanted):.2g} of the largest"
                 )
+            if text is not texts[0]:
+                continue
+            plain = self._decoder(input_ids=ids, use_cache=False).last_hidden_state[0]
+            found = torch.cat([logits for _, logits in self.logits(plain)])
+            if not self._apart(found, wanted) <= _TOLERANCE.get(self.model.dtype, _HEAD_LOW_PRECISION):
+                raise CannotRead(f"{type(self.model).__name__} does more to its logits than its head does")
+
+    def _apart(self, found: Tensor, wanted: Tensor) -> float:
+        """How far logits ``[n, V]`` are apart, as a share of the largest."""
+        by_token = (found - wanted).abs().amax(-1) / wanted.abs().max().clamp_min(torch.finfo(wanted.dtype).tiny)
+        # In low precision an undecided router may choose otherwise for a token; that is no fault of the forest.
+        return float(by_token.max() if self.model.dtype in _TOLERANCE else by_token.median())
+
+
+def _rope_kinds(config: Any) -> set[str]:
+    told = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    by_layer_type = [one for one in told.values() if isinstance(one, dict)]
+    return {str(one.get("rope_type")) for one in (told, *by_layer_type)}
 
 
 class CannotRead(Exception):

@@ -25,6 +25,25 @@ UNIT = 128
 _ENDED = 4
 
 _SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "min_p", "typical_p")
+# What a model's own generation config may say that changes answers, with the values that change nothing.
+_CHANGING: dict[str, tuple[Any, ...]] = {
+    "repetition_penalty": (1.0,),
+    "encoder_repetition_penalty": (1.0,),
+    "no_repeat_ngram_size": (0,),
+    "encoder_no_repeat_ngram_size": (0,),
+    "exponential_decay_length_penalty": (),
+    "sequence_bias": (),
+    "bad_words_ids": ([],),
+    "suppress_tokens": ([],),
+    "begin_suppress_tokens": ([],),
+    "forced_bos_token_id": (),
+    "forced_eos_token_id": (),
+    "min_length": (0,),
+    "min_new_tokens": (0,),
+    "num_beams": (1,),
+    "guidance_scale": (1.0,),
+    "stop_strings": ([],),
+}
 
 
 @dataclass(frozen=True)
@@ -114,9 +133,15 @@ class TextGenerator:
         self.tokens_computed = 0
 
     @staticmethod
-    def unknown(settings: dict[str, Any]) -> list[str]:
-        """Settings of `generate` that this class does not know and that would change something."""
-        return sorted(name for name, value in settings.items() if name not in _SAMPLING and value is not None)
+    def unknown(settings: dict[str, Any], model: Any) -> list[str]:
+        """Settings of `generate`, and of the model's own generation config, that this class does not know and that
+        would change something."""
+        told = {name for name, value in settings.items() if name not in _SAMPLING and value is not None}
+        own = getattr(model, "generation_config", None)
+        told |= {name for name, same in _CHANGING.items() if getattr(own, name, None) not in (None, *same)}
+        if settings.get("do_sample") and own is not None:
+            told |= set(own.to_diff_dict()).intersection(_SAMPLING) - {"do_sample", *settings}
+        return sorted(told)
 
     def _special(self, text: str) -> int | None:
         """The id of a special token that reads `text`: decoded texts do not show it."""

@@ -80,7 +80,7 @@ class Folder:
         Raises:
             ValueError: its file cannot be read.
         """
-        return _json(self.run(name) / RESULT)
+        return self._part(name, RESULT, ("model", "task", "items", "metrics", "counts", "settings", "warnings"))
 
     def key(self, name: str) -> dict[str, Any]:
         """`sha256` and `parts` of a run's key.
@@ -88,7 +88,18 @@ class Folder:
         Raises:
             ValueError: its file cannot be read.
         """
-        return _json(self.run(name) / KEY)
+        return self._part(name, KEY, ("sha256", "parts"))
+
+    def _part(self, name: str, file: str, needed: Sequence[str]) -> dict[str, Any]:
+        place = self.run(name)
+        try:
+            found = _json(place / file)
+            missing = [key for key in needed if key not in found]
+            if missing:
+                raise ValueError(f"{place / file} has no {', '.join(missing)}")
+        except ValueError as error:
+            raise ValueError(f"{error}; delete the folder {place}, and the same command does the run again") from None
+        return found
 
     def begin(
         self,
@@ -198,6 +209,8 @@ class Folder:
         found = _json(file)
         if found.get("made_by") != _MADE_BY or found.get("format") != FORMAT:
             raise ValueError(f"{file} is not of this version of zaya eval: choose another --out")
+        if not all(isinstance(found.get(part), dict) for part in ("models", "runs", "suite")):
+            raise ValueError(f"{file} has no models, runs or suite: delete it, and the same command writes it anew")
         return found
 
 

@@ -78,8 +78,8 @@ class ModelSpec:
         family: `model_type` of the config (of its text part), or None while that is unknown.
         revision: branch, tag or commit on the Hub; None is its main branch, whose commit is found at the first run.
         dtype: one of `DTYPES`; "auto" is the one of the files.
-        bos: "required": every prompt starts with one; "none": no prompt does; "tokenizer": as the tokenizer does it, but
-            while the family is unknown `bos_rule` of the config decides when the model is loaded.
+        bos: "required": every prompt starts with one; "none": no prompt does; "tokenizer": as the tokenizer does it.
+            Where the family is unknown, "tokenizer" gives way to `bos_rule` of the config when the model is loaded.
         max_length: tokens of a prompt with its answer.
         max_length_asked: whether someone chose `max_length`. A default gives way to a model that has fewer positions,
             a chosen one is an error there.

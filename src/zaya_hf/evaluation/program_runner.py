@@ -99,7 +99,8 @@ def _set_limits(task: dict[str, Any]) -> list[str]:
 
 def _run(task: dict[str, Any], writing: int, token: bytes) -> None:
     """Run the program, then the tests in the same names; report; end at once, whatever still runs."""
-    leave, write, dumps = os._exit, os.write, json.dumps  # the program may overwrite them
+    # The program may overwrite them.
+    leave, write, dumps, run, translate = os._exit, os.write, json.dumps, exec, compile
     out_of_memory = token + b'{"status": "memory", "message": "MemoryError"}'
     passed = token + b'{"status": "passed", "message": ""}'
     try:
@@ -108,7 +109,7 @@ def _run(task: dict[str, Any], writing: int, token: bytes) -> None:
         sys.modules["solution"] = module
         for name in ("source", "tests"):
             # Each by itself: what the first leaves open, a string or a condition, must not swallow the second.
-            exec(compile(task[name], f"<{name}>", "exec", dont_inherit=True), module.__dict__)
+            run(translate(task[name], f"<{name}>", "exec", dont_inherit=True), module.__dict__)
         report = passed
     except MemoryError:
         report = out_of_memory

@@ -38,6 +38,7 @@ LOUD = {
     "truncated_prompts": "prompts were cut at the beginning (--max-length is too small for them)",
     "truncated_answers": "answers were cut at their budget (max_gen_toks in the suite)",
     "thoughts_without_end": "thoughts did not end, so they have no answer (max_gen_toks in the suite)",
+    "unwatched_answers": "answers came from lm-eval's own code: how many were cut is not known",
 }
 
 

@@ -94,6 +94,9 @@ class Scorer(HFLM):
             text = self.tokenizer.decode([int(end)]) if str(end).isdigit() else str(end)
             thinking = {"start": "<think>", "end": text}
         self._thinking = None if thinking is None else Thinking(thinking["start"], thinking["end"])
+        if self._thinking is not None and end is None:  # for lm-eval's own code
+            ids = self.tokenizer(self._thinking.end, add_special_tokens=False)["input_ids"]
+            self.think_end_token = ids[0] if len(ids) == 1 else self._thinking.end
         self._token_budget, self._rows, self._seed = token_budget, rows, seed
         self._reader: ForestReader | None = None
         self._journal = Journal(None)
@@ -111,7 +114,7 @@ class Scorer(HFLM):
         self._journal.close()
         self._journal = Journal(journal)
         #: of the task so far. `tokens_given` counts every request's tokens, `tokens_computed` what went through the
-        #: model in this process
+        #: model in this process; `unwatched_answers` are of lm-eval's own code, which does not say how they ended
         self.counts: dict[str, Any] = {
             "requests": 0,
             "tokens_given": 0,
@@ -121,6 +124,7 @@ class Scorer(HFLM):
             "truncated_answers": 0,
             "empty_answers": 0,
             "thoughts_without_end": 0,
+            "unwatched_answers": 0,
             "seconds": 0.0,
         }
         #: by prompt and how many of that prompt came before: with repeats there are several
@@ -228,13 +232,16 @@ class Scorer(HFLM):
         prompts = [request.args[0] for request in requests]
         encoded = self._encode(prompts)
         cut = [len(ids) > room for ids in encoded]
-        unknown = TextGenerator.unknown(kwargs)
+        unknown = TextGenerator.unknown(kwargs, self.model)
         if self._reader is None or unknown:
             if unknown:
                 logger.warning("generation with %s is left to lm-eval's own code.", ", ".join(unknown))
             self.counts["requests"] += len(requests)
             self.counts["truncated_prompts"] += sum(cut)
-            return list(super().generate_until(requests, disable_tqdm=disable_tqdm))
+            texts = list(super().generate_until(requests, disable_tqdm=disable_tqdm))
+            self.counts["unwatched_answers"] += len(texts)
+            self.counts["empty_answers"] += sum(not text.strip() for text in texts)
+            return texts
         ordinals: dict[str, int] = {}
         asked = []
         for prompt, ids in zip(prompts, encoded, strict=True):
