@@ -18,7 +18,7 @@ from lm_eval.api.model import LM
 from lm_eval.tasks import TaskManager
 
 import evaluation_folders
-from zaya_hf.evaluation import contamination, corpus_texts
+from zaya_hf.evaluation import contamination, corpus_texts, suites
 from zaya_hf.evaluation.contamination import Item, Size, overlap, probe, run, task_items, words
 from zaya_hf.evaluation.contamination_report import markdown, split_scores
 from zaya_hf.evaluation.suites import LoadedTask, load_suite, load_tasks
@@ -214,7 +214,7 @@ def test_equal_hashes_are_no_match(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ("a.jsonl", b'["x"]\n', "line 1 is no JSON object"),
         ("a.jsonl", b'{"content": "x", "id": 1}\n', "line 1 has no field 'text', but content, id"),
         ("a.jsonl", b'{"text": 5}\n', "line 1: text is int; expected text"),
-        ("a.jsonl.gz", gzip.compress(b'{"text": "x"}\n' * 99)[:-9], "cannot be unpacked"),
+        ("a.jsonl.gz", gzip.compress(mtime=0, data=b'{"text": "x"}\n' * 99)[:-9], "cannot be unpacked"),
         ("a.jsonl.gz", b"plain", "cannot be unpacked"),
         ("a.jsonl.zst", zstandard.compress(b'{"text": "x"}\n' * 99)[:-3], "cannot be unpacked"),
         ("a.jsonl.zst", b"plain text", "cannot be unpacked"),
@@ -339,7 +339,13 @@ def test_tasks_of_a_suite(tmp_path: Path, loaded: list[LoadedTask]) -> None:
     assert probe([corpus], private)["tasks"][0]["worst"][0]["passage"] is None
 
 
-def test_command(tmp_path: Path, suite: Path, loaded: list[LoadedTask], capsys: pytest.CaptureFixture[str]) -> None:
+def test_command(
+    tmp_path: Path,
+    suite: Path,
+    loaded: list[LoadedTask],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_bytes(lines({"body": task_items("name", loaded[0].task_object)[2].text}))
     settings = {"suite": suite, "corpus": [corpus], "ngram": "13", "field": "body", "limit": None, "evaluation": None}
@@ -348,6 +354,12 @@ def test_command(tmp_path: Path, suite: Path, loaded: list[LoadedTask], capsys: 
     assert "| zaya_logic_generated | 3 | 3 | 0 | 1 | 0 | 33.33 % (6.15 % to 79.23 %) | 33.33 % | 33.33 % |" in printed
     assert (tmp_path / "out" / "contamination.md").read_text().strip() == printed.strip()
     assert json.loads((tmp_path / "out" / "contamination.json").read_text())["tasks"][0]["overlapping"] == 1
+    other = evaluation_folders.run("ZAYA1-base", "other", [evaluation_folders.item(0, 1.0)])
+    settings["evaluation"] = evaluation_folders.write(tmp_path / "evaluation", [other])
+    monkeypatch.setattr(suites, "load_tasks", lambda suite, limit: loaded)  # not a second time
+    with pytest.raises(ValueError, match="has no finished run of zaya_logic_generated"):
+        run(argparse.Namespace(**settings, out=None))
+    assert capsys.readouterr().out == printed
 
 
 @pytest.mark.parametrize(
@@ -365,7 +377,13 @@ def test_mistakes_are_said_before_tasks_are_loaded(
     monkeypatch.chdir(tmp_path)
     Path("corpus.txt").write_text(sentence(0))
     paths = {name: Path(value) for name, value in wrong.items() if name in ("out", "evaluation")}
-    settings = {"suite": "no such suite", "corpus": ["corpus.txt"], "ngram": "13", "field": "text", "limit": None}
+    settings: dict[str, Any] = {
+        "suite": "no such suite",
+        "corpus": ["corpus.txt"],
+        "ngram": "13",
+        "field": "text",
+        "limit": None,
+    }
     settings |= {"evaluation": None, "out": None, **wrong, **paths}
     settings["corpus"] = [Path(path) for path in settings["corpus"]]
     with pytest.raises(ValueError, match=message):

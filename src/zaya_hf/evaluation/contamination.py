@@ -187,11 +187,13 @@ def run(args: Any) -> int:
 
     tasks = load_tasks(load_suite(args.suite), limit=args.limit)
     report = probe(args.corpus, tasks, size=size, field=args.field or "text")
-    if args.evaluation is not None:
-        report["scores"] = split_scores(report, args.evaluation)
-    if args.out is not None:
-        write(report, args.out)
-    print(markdown(report))
+    try:
+        if args.evaluation is not None:
+            report["scores"] = split_scores(report, args.evaluation)
+    finally:  # an evaluation that does not fit does not cost what was found
+        if args.out is not None:
+            write(report, args.out)
+        print(markdown(report))
     return 0
 
 
