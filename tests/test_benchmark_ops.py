@@ -52,6 +52,7 @@ def assert_bytes_and_operations_are_by_formula(rows: list[dict[str, Any]]) -> No
     assert experts["forward and backward"]["flops"] == 3 * experts["forward"]["flops"]
 
 
+@pytest.mark.slow
 def test_every_operator_is_checked_and_timed(
     benchmark: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -146,7 +146,7 @@ def test_table_replaces_the_json(benchmark, capsys):
 
 
 @pytest.mark.parametrize("row", ["prefill-1x48", "decode-1", "train-1x48"])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
 def test_a_wrong_side_is_found_out(benchmark, capsys, monkeypatch, row, dtype):
     right = ZayaForCausalLM.forward
 

@@ -267,8 +267,8 @@ class TestIncomplete:
         read = drawn(found)
         assert "Not finished: qwen has no score on Prose." in read.text
         assert read.text.index("Not finished") < read.text.index("Scores")
-        assert read.row("Prose bits")[2] == "\u2013 not finished"
-        assert "qwen is not finished on Prose" in markdown(found)
+        assert read.row("Prose bits")[2] == "\u2013 no finished run"
+        assert "qwen has no finished run of Prose" in markdown(found)
 
     def test_a_group_with_missing_tasks_has_no_score(self) -> None:
         found = comparison(("zaya", "qwen"), [STORIES])

@@ -128,6 +128,7 @@ def test_an_exported_program_routes_anew(model: ZayaForCausalLM, program: torch.
     check(with_weights_of(program, model), model)
 
 
+@pytest.mark.slow
 def test_a_saved_program_needs_torch_only(program: torch.export.ExportedProgram, tmp_path: Path) -> None:
     assert operators(program) <= {"aten", "_operator"}
     path, ids_and_logits = tmp_path / "model.pt2", tmp_path / "logits.pt"
@@ -276,6 +277,7 @@ def test_a_decoder_is_refused_with_one_line() -> None:
 
 
 # ----------------------------------------------------------------------------------------------- ONNX and TorchScript
+@pytest.mark.slow
 def test_onnx(tmp_path: Path) -> None:
     pytest.importorskip("onnxscript")
     runtime = pytest.importorskip("onnxruntime")

@@ -7,7 +7,14 @@ import math
 import numpy as np
 import pytest
 
-from zaya_hf.evaluation.paired import correlation, mcnemar, sign_flips, smallest_detectable, stderr_of_strata
+from zaya_hf.evaluation.paired import (
+    correlation,
+    mcnemar,
+    sign_flips,
+    smallest_detectable,
+    smallest_detectable_by_mcnemar,
+    stderr_of_strata,
+)
 
 # Height of crossed minus self-fertilised maize in eighths of an inch: Darwin's data in Fisher (1935), The Design of
 # Experiments, chapter III.
@@ -140,3 +147,26 @@ class TestCorrelation:
     def test_constant_scores_have_none(self) -> None:
         assert correlation(np.ones(4), np.arange(4.0)) is None
         assert correlation(np.arange(4.0), np.arange(4.0)) == pytest.approx(1)
+
+
+class TestSmallestDetectableByMcNemar:
+    def test_by_hand_for_few_items(self) -> None:
+        """Of six items all must be discordant and on one side (p = 1/32), which a difference d gives with d**6."""
+        assert smallest_detectable_by_mcnemar(6, 0.0) == pytest.approx(0.8 ** (1 / 6), abs=1e-5)
+        assert smallest_detectable_by_mcnemar(5, 0.4) is None
+        assert smallest_detectable_by_mcnemar(0, 0.0) is None
+
+    def test_large_samples_are_as_by_the_normal_approximation(self) -> None:
+        found = smallest_detectable_by_mcnemar(5000, 0.2)
+        assert found == pytest.approx(2.8016 * math.sqrt((0.2 - found**2) / 5000), rel=0.04)
+
+    @pytest.mark.parametrize(("items", "discordant"), [(20, 0.05), (100, 0.05), (164, 0.3)])
+    def test_it_is_found_in_four_of_five_cases(self, items: int, discordant: float) -> None:
+        least = smallest_detectable_by_mcnemar(items, discordant)
+        assert least is not None
+        rng = np.random.default_rng(0)
+        share = max(discordant, least)
+        better, worse = (share + least) / 2, (share - least) / 2
+        drawn = rng.multinomial(items, [better, worse, 1 - better - worse], size=4000)
+        significant = np.mean([mcnemar(int(a), int(b)) <= 0.05 for a, b, _ in drawn])
+        assert 0.77 <= significant <= 0.83

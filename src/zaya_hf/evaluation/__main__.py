@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
         dist.init_process_group("gloo", timeout=PATIENCE)
         loud = evaluate(Settings(**told | {"models": tuple(told["models"])}))
         for line in loud:
-            print(f"zaya eval: {line}", file=sys.stderr)
+            print(f"zaya eval: warning: {line}", file=sys.stderr)
         dist.destroy_process_group()
     except _Stopped:
         return 143

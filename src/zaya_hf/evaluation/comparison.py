@@ -118,7 +118,9 @@ class _Comparison:
             missing = [leaf for leaf in row.leaves if leaf not in self.runs[model]]
             if missing:
                 part = f"{len(missing)} of {len(row.leaves)} tasks of " if row.is_group else ""
-                self.warnings.append(_warning("loud", model, row.id, f"{model} has not finished {part}{row.title}"))
+                self.warnings.append(
+                    _warning("loud", model, row.id, f"{model} has no finished run of {part}{row.title}")
+                )
         if not self.limited and row.expected and row.about["items"] < row.expected:
             text = f"{row.title} has {row.about['items']} items, but the suite says {row.expected}"
             self.warnings.append(_warning("loud", None, row.id, text))
@@ -289,8 +291,8 @@ def _model(name: str, facts: Mapping[str, Any], runs: Mapping[str, FinishedRun],
     seconds = float(sum(run.result.get("seconds") or 0 for run in runs.values()))
     cost: dict[str, Any] = {"runs": len(runs), "items": sum(len(run.items.doc_ids) for run in runs.values())}
     cost |= {key: sum(_count(run, key) for run in runs.values()) for key in (*_SUMS, *_LOUD, *_QUIET)}
-    worked = cost["tokens_computed"] + cost["tokens_generated"]
-    cost |= {"seconds": seconds, "tokens_per_second": worked / seconds if seconds > 0 else None}
+    # What was generated went through the model, too, and is among the tokens computed.
+    cost |= {"seconds": seconds, "tokens_per_second": cost["tokens_computed"] / seconds if seconds > 0 else None}
     own = {"name": name, "title": _title(name, facts), "family": facts.get("family"), "baseline": is_baseline}
     known = {"parameters": None, "parameters_active": None}
     return known | {key: value for key, value in facts.items() if key != "reported"} | own | {"cost": cost}
@@ -329,7 +331,7 @@ def _unfinished_warnings(unfinished: Sequence[Sequence[str]]) -> list[dict[str, 
     found = []
     for model, tasks in by_model.items():
         some = ", ".join(tasks[:5]) + (f" and {len(tasks) - 5} more" if len(tasks) > 5 else "")
-        found.append(_warning("loud", model, None, f"{model}: not finished: {some}"))
+        found.append(_warning("loud", model, None, f"{model}: no finished run of {some}"))
     return found
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from statistics import NormalDist
 
 import numpy as np
-from scipy.stats import binomtest
+from scipy.stats import binom, binomtest
 
 from .bootstrap import Array
 
@@ -88,11 +88,54 @@ def smallest_detectable(stderr: float, power: float = 0.8, alpha: float = 0.05) 
     Raises:
         ValueError: power or alpha is not between 0 and 1.
     """
+    _check_levels(power, alpha)
+    normal = NormalDist()
+    return (normal.inv_cdf(1 - alpha / 2) + normal.inv_cdf(power)) * stderr
+
+
+def smallest_detectable_by_mcnemar(
+    items: int, discordant: float, power: float = 0.8, alpha: float = 0.05
+) -> float | None:
+    """The true difference that McNemar's exact test at `alpha` finds among so many items with probability `power`.
+
+    With few discordant items this is more than 2.8 standard errors: with fewer than six no difference is found. It is
+    computed by going through all numbers of discordant items (Miettinen, 1968), of which `discordant` is the expected
+    share, or the difference itself where that is larger.
+
+    Args:
+        items: that both models have answered.
+        discordant: share of items that exactly one model has right, 0 to 1.
+
+    Returns:
+        the difference, 0 to 1; None: there are too few items for any.
+
+    Raises:
+        ValueError: power or alpha is not between 0 and 1.
+    """
+    _check_levels(power, alpha)
+    numbers = np.arange(items + 1)
+    # The fewest of n discordant items that are significant when one model has them, and n + 1 if none are.
+    least = np.minimum(binom.isf(alpha / 2, numbers, 0.5) + 1, numbers + 1)
+
+    def found(difference: float) -> float:
+        share = min(1.0, max(discordant, difference))
+        better = 0.5 + difference / (2 * share)
+        significant = binom.sf(least - 1, numbers, better) + binom.cdf(numbers - least, numbers, better)
+        return float(binom.pmf(numbers, items, share) @ significant)
+
+    if items < 1 or found(1.0) < power:
+        return None
+    low, high = 0.0, 1.0
+    for _ in range(20):
+        middle = (low + high) / 2
+        low, high = (low, middle) if found(middle) >= power else (middle, high)
+    return high
+
+
+def _check_levels(power: float, alpha: float) -> None:
     for name, value in (("power", power), ("alpha", alpha)):
         if not 0 < value < 1:
             raise ValueError(f"{name} is {value}, but it must be between 0 and 1")
-    normal = NormalDist()
-    return (normal.inv_cdf(1 - alpha / 2) + normal.inv_cdf(power)) * stderr
 
 
 def correlation(first: Array, second: Array) -> float | None:

@@ -52,12 +52,13 @@ def check(suite: Suite, *, allow_code: bool) -> None:
         allow_code: whether answers may be run as programs.
 
     Raises:
-        ValueError: something is missing; a line for each thing, with what to do about it.
+        ValueError: something is missing; one line with all of it and what to do about it.
     """
     problems = missing(suite, allow_code=allow_code)
     if problems:
         what = "something" if len(problems) == 1 else f"{len(problems)} things"
-        raise ValueError("\n  - ".join([f"suite {suite.name} lacks {what}:", *problems]))
+        listed = problems if len(problems) == 1 else [f"({i}) {text}" for i, text in enumerate(problems, start=1)]
+        raise ValueError(f"suite {suite.name} lacks {what}: {'; '.join(listed)}")
 
 
 def missing(suite: Suite, *, allow_code: bool) -> list[str]:

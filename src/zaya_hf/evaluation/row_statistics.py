@@ -12,7 +12,14 @@ import numpy as np
 
 from .bootstrap import Array, bca_interval, percentile_interval, resampled_sums
 from .finished_runs import FinishedRun
-from .paired import correlation, mcnemar, sign_flips, smallest_detectable, stderr_of_strata
+from .paired import (
+    correlation,
+    mcnemar,
+    sign_flips,
+    smallest_detectable,
+    smallest_detectable_by_mcnemar,
+    stderr_of_strata,
+)
 from .statistics import above_chance, wilson_interval
 
 Interval = list[float] | None
@@ -84,6 +91,8 @@ class RowStatistics:
         above = None
         if correct is not None and chance and not self.clustered:  # the test takes items to be independent
             above = above_chance(correct, self.items, chance)
+        elif chance and interval is not None and self.kind == "binary":
+            above = interval[0] > chance
         found |= {"interval": interval, "interval_method": method, "above_chance": above}
         found["stderr"] = self._stderr(column)
         return found | self._of_group([column], [1.0], "macro")
@@ -111,9 +120,14 @@ class RowStatistics:
             "correlation": correlation(first, second),
             "no_item_differs": same,
         }
-        if stderr:
-            found["smallest_detectable"] = smallest_detectable(stderr, self.settings.power, self.settings.alpha)
-        return found | self._tests(*columns) | self._of_group(columns, [1.0, -1.0], "difference_macro")
+        found |= self._tests(*columns)
+        levels = self.settings.power, self.settings.alpha
+        if found["test"] == "McNemar":
+            discordant = (found["n10"] + found["n01"]) / self.items
+            found["smallest_detectable"] = smallest_detectable_by_mcnemar(self.items, discordant, *levels)
+        elif stderr:
+            found["smallest_detectable"] = smallest_detectable(stderr, *levels)
+        return found | self._of_group(columns, [1.0, -1.0], "difference_macro")
 
     def _draw(self) -> tuple[Array, Array]:
         """Values [draws, models] of the redrawn items: of all together, and the mean of the tasks'."""

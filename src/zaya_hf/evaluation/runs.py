@@ -112,6 +112,13 @@ def prepare(settings: Settings) -> tuple[Suite, list[ModelSpec]]:
     """
     suite = load_suite(settings.suite)
     specs = resolve(settings.models, **settings.overrides())
+    if (settings.device or "").startswith("cuda"):
+        asked, there = (
+            torch.device(settings.device or ""),
+            torch.cuda.device_count() if torch.cuda.is_available() else 0,
+        )
+        if (asked.index or 0) >= there:
+            raise ValueError(f"--device {settings.device}: torch sees {there} GPUs here; leave it out, or give cpu")
     names = [spec.name for spec in specs]
     earlier = Folder(Path(settings.out)).manifest.get("models", {})
     if settings.baseline is not None and settings.baseline not in {*names, *earlier}:

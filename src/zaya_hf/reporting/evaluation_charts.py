@@ -175,13 +175,13 @@ def costs(comparison: Comparison) -> list[Chart]:
     found = []
     for key, title, axis, text in (
         ("seconds", "Time", "seconds", duration),
-        ("tokens", "Tokens", "tokens computed and generated", short_count),
+        ("tokens_computed", "Tokens", "tokens computed", short_count),
         ("tokens_per_second", "Tokens per second", "tokens per second", short_count),
     ):
         bars, said = [], []
         for model in models:
             cost, name = model["cost"], model["name"]
-            value = cost["tokens_computed"] + cost["tokens_generated"] if key == "tokens" else cost[key]
+            value = cost[key]
             if value is not None:
                 bars.append(Bar(labels[name], value, text(value), slot[name]))
                 said.append(f"{names[name]} {text(value)}")

@@ -89,7 +89,7 @@ def _warnings(comparison: Comparison, names: dict[str, str]) -> list[str]:
         if warning["level"] == "loud":
             where = [names.get(warning["model"], warning["model"]), warning["task"]]
             found.append(": ".join([", ".join(part for part in where if part) or "All", warning["text"]]))
-    found += [f"{names[model]} is not finished on {joined(tasks)}" for model, tasks in missing_runs(comparison)]
+    found += [f"{names[model]} has no finished run of {joined(tasks)}" for model, tasks in missing_runs(comparison)]
     return list(dict.fromkeys(found))
 
 

@@ -183,7 +183,7 @@ def about_task(task: Mapping[str, Any]) -> str:
 
 def _cell(score: Mapping[str, Any] | None, kind: str) -> Cell:
     if score is None:
-        return Cell(NONE, remark="not finished")
+        return Cell(NONE, remark="no finished run")
     if score["value"] is None:
         missing, unscored = len(score.get("missing") or []), score.get("unscored") or 0
         said = f"{count(missing)} missing" if missing else f"{count(unscored)} items without a score"

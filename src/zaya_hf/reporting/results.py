@@ -136,7 +136,9 @@ def read_results(path: Path) -> tuple[dict[str, Any], Path]:
     """
     file = path / FILE if path.is_dir() else path
     if not file.is_file():
-        raise ValueError(f"no such file: {file}; zaya report reads a quickstart's {FILE}, and folders of zaya train")
+        raise ValueError(
+            f"no such file: {file}; zaya report reads a quickstart's {FILE}, and folders of zaya train and zaya eval"
+        )
     try:
         results = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
