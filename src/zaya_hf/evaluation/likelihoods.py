@@ -113,13 +113,10 @@ class LikelihoodScorer:
         hidden = self._reader.hidden(tree)
         hidden = hidden[torch.from_numpy(rows).to(hidden.device)]
         sums, likeliest = np.zeros(len(members)), np.ones(len(members), dtype=bool)
-        for first, logits in self._reader.logits(hidden):
-            here = slice(*np.searchsorted(which, [first, first + len(logits)]))
-            row = torch.from_numpy(which[here] - first).to(logits.device)
-            target = torch.from_numpy(targets[here]).to(logits.device)
-            # The same kernel that lm-eval calls: over 10^5 words its rounding in fp32 is some 1e-5 per token, always in
-            # one direction, and more exact sums would be other numbers than lm-eval's.
-            scores = torch.log_softmax(logits, dim=-1)
+        for first, scores in self._reader.log_probabilities(hidden):
+            here = slice(*np.searchsorted(which, [first, first + len(scores)]))
+            row = torch.from_numpy(which[here] - first).to(scores.device)
+            target = torch.from_numpy(targets[here]).to(scores.device)
             highest, chosen = scores.amax(dim=-1), scores[row, target]
             # The likeliest token is the first of the highest; which one that is need be asked only where it may be it.
             likely = chosen == highest[row]
