@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import os
 import socket
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -42,27 +45,36 @@ def run_ranks(function: Callable[[Path], Any], folder: Path, processes: int = 2,
         function.__qualname__,
         str(folder),
     ]
-    started = [
-        subprocess.Popen(
-            command,
-            env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} | environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(processes)
-    ]
+    logs = Path(tempfile.mkdtemp(prefix="ranks-", dir=folder.parent))
+    started = []
+    for rank in range(processes):
+        ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        with (logs / f"{rank}.log").open("w", encoding="utf-8") as log:
+            started.append(
+                subprocess.Popen(command, env=common | ranks | environment, stdout=log, stderr=subprocess.STDOUT)
+            )
+    deadline, codes = time.monotonic() + 180, [None] * processes  # by far more than any of them takes
     try:
-        outputs = [process.communicate(timeout=120)[0] for process in started]
+        while None in codes and not any(codes) and time.monotonic() < deadline:
+            time.sleep(0.02)
+            codes = [process.poll() for process in started]
+        if any(codes):  # the others may wait for it for ever, or say how it looks from there
+            time.sleep(1)
+            codes = [process.poll() for process in started]
     finally:
         for process in started:
             process.kill()
-    for rank, (process, output) in enumerate(zip(started, outputs, strict=True)):
-        assert process.returncode == 0, f"process {rank}:\n{output}"
+            process.wait()
+    outputs = [(logs / f"{rank}.log").read_text(encoding="utf-8") for rank in range(processes)]
+    ends = ["it was ended, still running" if code is None else f"exit status {code}" for code in codes]
+    assert codes == [0] * processes, "\n".join(
+        f"---- process {rank}: {end}\n{output}" for rank, (end, output) in enumerate(zip(ends, outputs, strict=True))
+    )
     return "".join(outputs)
 
 
 def main(module: str, function: str, folder: str) -> None:
+    faulthandler.dump_traceback_later(150)
     getattr(importlib.import_module(module), function)(Path(folder))
     import torch.distributed as dist
 

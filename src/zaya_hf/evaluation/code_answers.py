@@ -17,8 +17,9 @@ from collections.abc import Iterator
 _THOUGHT = re.compile(r"<(think|thinking|thought|reasoning)>")
 _THOUGHT_END = re.compile(r"</(?:think|thinking|thought|reasoning)>")
 _FENCE = re.compile(r"^[ \t]*(```+|~~~+)[ \t]*([\w+.-]*)[^\n]*$", re.MULTILINE)
-_PYTHON = {"", "python", "py", "python3", "Python", "py3"}
+_PYTHON = {"", "python", "py", "python3", "py3"}
 _CODE_LINE = re.compile(r"(?:from\s+\S+\s+import\b|import\s+\w|def\s+\w|async\s+def\s|class\s+\w|@\w)")
+_FUTURE = re.compile(r"^from __future__ import .*\n", re.MULTILINE)
 _CUTS = 200  # places at which trailing text may begin that are tried
 
 
@@ -40,10 +41,12 @@ def completed(answer: str, *, prompt: str, entry_point: str) -> str:
     if _defines(prompt + answer, entry_point):
         return prompt + answer
     before = _before_function(prompt, entry_point)
-    for code in _pieces(answer, entry_point):
+    for piece in _pieces(answer, entry_point):
+        future, code = "".join(_FUTURE.findall(piece)), _FUTURE.sub("", piece)  # they have to stand before all else
+        begin = future + before
         # Whole functions come before completions: a function behind the prompt's signature would be one inside it.
-        for whole in (before + code, prompt + "\n" + code, *(prompt + "\n" + body for body in _indented(code))):
-            found = _longest(whole, entry_point, len(before))
+        for whole in (begin + code, prompt + "\n" + code, *(prompt + "\n" + body for body in _indented(code))):
+            found = _longest(whole, entry_point, len(begin))
             if found is not None:
                 return found
     return prompt + answer
@@ -104,10 +107,10 @@ def blocks(answer: str) -> list[str]:
         if begin is None:
             begin = fence
         elif fence[1].startswith(begin[1]) and not fence[2]:
-            if begin[2] in _PYTHON:
+            if begin[2].lower() in _PYTHON:
                 found.append(textwrap.dedent(answer[begin.end() + 1 : fence.start()]))
             begin = None
-    if begin is not None and begin[2] in _PYTHON:
+    if begin is not None and begin[2].lower() in _PYTHON:
         found.append(textwrap.dedent(answer[begin.end() + 1 :]))
     return [block for block in found if block.strip()]
 

@@ -17,6 +17,7 @@ import functools
 import json
 import math
 import os
+import secrets
 import selectors
 import shutil
 import signal
@@ -41,6 +42,7 @@ _PROCESSES = 64
 _MOST_OUTPUT = 1 << 16
 _NAMESPACES = ("unshare", "--net", "--pid", "--fork", "--kill-child", "--mount-proc")
 _USER_NAMESPACES = ("unshare", "--user", "--map-current-user", *_NAMESPACES[1:])
+_READS_ALL = "-all,+dac_read_search"  # the one right that is left: an interpreter in root's folder must be readable
 _PROBE = """
 import decimal, json, statistics, threading
 thread = threading.Thread(target=int)
@@ -76,6 +78,7 @@ class Outcome:
 class _Protection:
     command: tuple[str, ...] = ()  # in front of the interpreter
     user: int | None = None
+    reads_all: bool = False  # as that user, with root's right to read
     processes: int | None = None
     limits: tuple[str, ...] = ()
 
@@ -116,10 +119,10 @@ def layers() -> list[str]:
         f"limits: {', '.join(sorted(protection.limits))}",
         "isolated interpreter, empty environment, temporary folder, no input, output dropped",
     ]
-    if protection.command:
+    if protection.command[:1] == _NAMESPACES[:1]:
         found.append("no network, other processes out of sight (Linux namespaces)")
     if protection.user is not None:
-        found.append("a user without rights (nobody)")
+        found.append(f"a user without rights{' but to read all files' if protection.reads_all else ''} (nobody)")
     return found
 
 
@@ -173,7 +176,8 @@ def _run_once(
 ) -> tuple[Outcome, tuple[str, ...]]:
     """The outcome, and the names of the limits that were set."""
     task = {"source": program.source, "tests": program.tests, "memory": memory, "cpu": cpu, "file": _FILE}
-    task |= {"files": _FILES, "processes": protection.processes, "user": protection.user}
+    token = secrets.token_hex(16)
+    task |= {"files": _FILES, "processes": protection.processes, "user": protection.user, "token": token}
     with tempfile.TemporaryDirectory(prefix="zaya-program-", ignore_cleanup_errors=True) as folder:
         if protection.user is not None:
             os.chown(folder, protection.user, -1)
@@ -208,7 +212,7 @@ def _run_once(
             for pipe in (process.stdin, process.stdout):
                 with contextlib.suppress(BrokenPipeError):
                     pipe.close()  # type: ignore[union-attr]
-    return _outcome(output, ended, wall)
+    return _outcome(output, ended, wall, token)
 
 
 def _read(descriptor: int, deadline: float) -> tuple[bytes, bool]:
@@ -225,14 +229,14 @@ def _read(descriptor: int, deadline: float) -> tuple[bytes, bool]:
     return output, False
 
 
-def _outcome(output: bytes, ended: bool, wall: float) -> tuple[Outcome, tuple[str, ...]]:
+def _outcome(output: bytes, ended: bool, wall: float, token: str) -> tuple[Outcome, tuple[str, ...]]:
     lines = output.decode(errors="replace").splitlines()
     try:
         words = [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
         limits = tuple(words[0]["started"]) if words else ()
     except (ValueError, KeyError, TypeError, RecursionError):  # the output is open to a program that looks for it
         return Outcome("failed", "it wrote where the process that watches over it reports", 0.0), ()
-    if len(words) == 2 and words[1].keys() == {"status", "message", "seconds"}:
+    if len(words) == 2 and words[1].get("token") == token:
         return Outcome(words[1]["status"], words[1]["message"], words[1]["seconds"]), limits
     if not words:
         reason = lines[-1] if lines else "it says nothing" if ended else f"it has not begun after {wall:g} s"
@@ -265,10 +269,17 @@ def _protection() -> _Protection:
         raise ValueError(f"programs cannot be run on this machine, not even a harmless one: {why}")
     if os.geteuid() == 0 and found.command != _USER_NAMESPACES:
         with contextlib.suppress(KeyError):
-            found = _tried(replace(found, user=pwd.getpwnam("nobody").pw_uid))[0] or found
+            nobody = replace(found, user=pwd.getpwnam("nobody").pw_uid)
+            found = _tried(nobody)[0] or _tried(_reading_all(nobody))[0] or found
     if os.geteuid() != 0 or found.user is not None:  # nothing limits how many processes the administrator has
         found = _tried(replace(found, processes=_PROCESSES))[0] or found
     return found
+
+
+def _reading_all(protection: _Protection) -> _Protection:
+    rights = ("--bounding-set", _READS_ALL, "--inh-caps", _READS_ALL, "--ambient-caps", _READS_ALL)
+    user = ("--reuid", str(protection.user), "--regid", str(protection.user), "--clear-groups", "--no-new-privs")
+    return replace(protection, command=(*protection.command, "setpriv", *user, *rights), reads_all=True)
 
 
 def _tried(protection: _Protection) -> tuple[_Protection | None, str]:

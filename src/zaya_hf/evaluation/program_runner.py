@@ -2,9 +2,10 @@
 
 It needs the standard library alone and imports nothing of this package. Its standard input holds one JSON object:
 `source` and `tests` (Python), `memory` (bytes), `cpu` (seconds), `file` (bytes), `files` (open at a time), `processes`
-(or null), `user` (id to become, or null). To its standard output it writes `{"started": [limits]}` and then
-`{"status", "message", "seconds"}`, a line each. The program cannot write there: it runs in a child, whose own report
-counts only behind random bytes that this process drew for it.
+(or null), `user` (id to become, or null), `token` (random text). To its standard output it writes `{"started":
+[limits]}` and then `{"status", "message", "seconds", "token"}`, a line each. The program, which runs in a child, has no
+file open there. It may find a way to write, but is not told the token, without which neither that line counts nor the
+child's report to this process.
 """
 
 from __future__ import annotations
@@ -25,28 +26,27 @@ REPORT = 4096  # bytes of a child's report that are read; a pipe holds more, so 
 def main() -> None:
     sys.path[:] = [folder for folder in sys.path if folder]  # or a file of the program's could pose as a module
     task = json.load(sys.stdin)
-    token = os.urandom(16)
+    token = task.pop("token")
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         _become_child(writing)
         limits = _set_limits(task)
         os.write(writing, json.dumps(limits).encode() + b"\n")
-        _run(task, writing, token)
+        _run(task, writing, token.encode())
     os.close(writing)
-    with os.fdopen(reading, "rb", buffering=0) as report:
-        first = _line(report)
+    with os.fdopen(reading, "rb", buffering=0) as pipe:
+        first = _line(pipe)
         if not first:
             raise OSError("the child process ended before the program began")
         _say({"started": json.loads(first)})
         _, state, usage = os.wait4(child, 0)
         os.set_blocking(reading, False)  # what the program started may hold the other end open
-        written = report.read(REPORT) or b""
+        written = pipe.read(REPORT) or b""
     seconds = usage.ru_utime + usage.ru_stime
-    if written.startswith(token):
-        _say(json.loads(written[len(token) :]) | {"seconds": seconds})
-    else:
-        _say(_without_report(state, seconds, task["cpu"]) | {"seconds": seconds})
+    begin = token.encode()
+    report = json.loads(written[len(begin) :]) if written.startswith(begin) else None
+    _say((report or _without_report(state, seconds, task["cpu"])) | {"seconds": seconds, "token": token})
     sys.stdout.flush()
     os._exit(0)
 
@@ -90,7 +90,7 @@ def _set_limits(task: dict[str, Any]) -> list[str]:
         except (AttributeError, OSError, ValueError):  # not on this system, or above what the machine allows
             continue
         accepted.append(name)
-    if task["user"] is not None:
+    if task["user"] not in (None, os.getuid()):
         os.setgroups([])
         os.setgid(task["user"])
         os.setuid(task["user"])
@@ -100,7 +100,8 @@ def _set_limits(task: dict[str, Any]) -> list[str]:
 def _run(task: dict[str, Any], writing: int, token: bytes) -> None:
     """Run the program, then the tests in the same names; report; end at once, whatever still runs."""
     # The program may overwrite them.
-    leave, write, dumps, run, translate = os._exit, os.write, json.dumps, exec, compile
+    leave, write, dumps, run, translate, process = os._exit, os.write, json.dumps, exec, compile, os.getpid
+    own = process()
     out_of_memory = token + b'{"status": "memory", "message": "MemoryError"}'
     passed = token + b'{"status": "passed", "message": ""}'
     try:
@@ -118,8 +119,11 @@ def _run(task: dict[str, Any], writing: int, token: bytes) -> None:
             report = token + dumps({"status": "failed", "message": _words(error)}).encode()
         except BaseException:
             report = token + b'{"status": "failed", "message": "an exception that cannot be described"}'
-    write(writing, report)
-    leave(0)
+    try:
+        if process() == own:  # a copy that the program made of itself comes here, too
+            write(writing, report)
+    finally:  # also where the program has closed what it did not open
+        leave(0)
 
 
 def _words(error: BaseException) -> str:
