@@ -5,7 +5,6 @@ from __future__ import annotations
 import faulthandler
 import importlib
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -14,7 +13,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from zaya_hf.launching import end_process, reserved_port
+
 TESTS = Path(__file__).resolve().parent
+DEADLINE = 180.0  # seconds, by far more than any of them takes
 
 
 def run_ranks(function: Callable[[Path], Any], folder: Path, processes: int = 2, **environment: str) -> str:
@@ -27,13 +29,9 @@ def run_ranks(function: Callable[[Path], Any], folder: Path, processes: int = 2,
     Returns:
         what all of them printed.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     common = os.environ | {
         "WORLD_SIZE": str(processes),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
         "ACCELERATE_USE_CPU": "1",
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]),
@@ -46,18 +44,20 @@ def run_ranks(function: Callable[[Path], Any], folder: Path, processes: int = 2,
         str(folder),
     ]
     logs = Path(tempfile.mkdtemp(prefix="ranks-", dir=folder.parent))
-    started = []
-    for rank in range(processes):
-        ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        with (logs / f"{rank}.log").open("w", encoding="utf-8") as log:
-            started.append(
-                subprocess.Popen(command, env=common | ranks | environment, stdout=log, stderr=subprocess.STDOUT)
-            )
-    deadline, codes = time.monotonic() + 180, [None] * processes  # by far more than any of them takes
+    started: list[subprocess.Popen[bytes]] = []
+    codes: list[int | None] = [None] * processes
     try:
-        while None in codes and not any(codes) and time.monotonic() < deadline:
-            time.sleep(0.02)
-            codes = [process.poll() for process in started]
+        with reserved_port() as port:
+            for rank in range(processes):
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_PORT": str(port)}
+                with (logs / f"{rank}.log").open("w", encoding="utf-8") as log:
+                    started.append(
+                        subprocess.Popen(command, env=common | own | environment, stdout=log, stderr=subprocess.STDOUT)
+                    )
+            deadline = time.monotonic() + DEADLINE
+            while None in codes and not any(codes) and time.monotonic() < deadline:
+                time.sleep(0.02)
+                codes = [process.poll() for process in started]
         if any(codes):  # the others may wait for it for ever, or say how it looks from there
             time.sleep(1)
             codes = [process.poll() for process in started]
@@ -74,12 +74,9 @@ def run_ranks(function: Callable[[Path], Any], folder: Path, processes: int = 2,
 
 
 def main(module: str, function: str, folder: str) -> None:
-    faulthandler.dump_traceback_later(150)
+    faulthandler.dump_traceback_later(DEADLINE - 30)
     getattr(importlib.import_module(module), function)(Path(folder))
-    import torch.distributed as dist
-
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    end_process(0)
 
 
 if __name__ == "__main__":

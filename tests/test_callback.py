@@ -212,7 +212,6 @@ def two_ranks(folder: Path) -> None:
     torch.distributed.all_gather(gathered, biases(model))
     assert torch.equal(gathered[0], gathered[1])
     assert torch.equal(gathered[0], expected)
-    torch.distributed.destroy_process_group()
 
 
 def test_two_processes_are_one(tmp_path: Path) -> None:

@@ -5,8 +5,6 @@ With plain SGD a step changes each weight by its gradient, so that a comparison 
 
 from __future__ import annotations
 
-import os
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from transformers import (
     default_data_collator,
 )
 
+from rank_processes import run_ranks
 from zaya_hf import ZayaForCausalLM
 from zaya_hf.testing import random_ids, redraw, tiny_config
 
@@ -371,30 +370,19 @@ def _ddp_trainer(rank: int, where: str) -> None:
     torch.save(dict(model.named_parameters()), f"{where}/trained-{rank}.pt")
 
 
-def _worker(rank: int, port: int, where: str) -> None:
+def _worker(folder: Path) -> None:
     torch.set_num_threads(1)
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE="2",
-        ACCELERATE_USE_CPU="1",
-    )
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
+    torch.distributed.init_process_group("gloo")
+    rank, where = torch.distributed.get_rank(), str(folder)
     _ddp_gradients(rank, where)
     _ddp_trainer(rank, where)
     torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
 def two_processes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     where = tmp_path_factory.mktemp("ddp")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(_worker, args=(port, str(where)), nprocs=2)
+    run_ranks(_worker, where)
     return where
 
 

@@ -6,7 +6,9 @@ zaya starts them itself, with the variables that `torchrun` would set. Imports n
 
 from __future__ import annotations
 
+import atexit
 import ctypes
+import gc
 import os
 import signal
 import socket
@@ -14,10 +16,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
+from typing import NoReturn
 
-__all__ = ["end_with_launcher", "exit_code", "gpus", "launch_processes", "signals_go_to"]
+__all__ = [
+    "end_process",
+    "end_with_launcher",
+    "exit_code",
+    "gpus",
+    "launch_processes",
+    "reserved_port",
+    "signals_go_to",
+]
 
 GRACE = 60.0  # seconds that processes have to end by themselves after one of them has failed
 STOPPED = (130, 143)  # exit codes of processes that were told to stop, saved, and did; the others are about to
@@ -35,21 +46,19 @@ def launch_processes(command: Sequence[str], processes: int, grace: float = GRAC
     Returns:
         0, or the exit code of the first process that failed; 128 + the number of the signal that ended it.
     """
-    port = _free_port()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     common = {
         "WORLD_SIZE": str(processes),
         "LOCAL_WORLD_SIZE": str(processes),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores // processes))),
         _LAUNCHER: str(os.getpid()),
     }
     children: list[subprocess.Popen[bytes]] = []
-    with signals_go_to(lambda: [child.pid for child in children]):
+    with reserved_port() as port, signals_go_to(lambda: [child.pid for child in children]):
         try:
             for rank in range(processes):
-                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_PORT": str(port)}
                 # In a session of their own, so that Ctrl-C reaches them once: through us.
                 children.append(subprocess.Popen(command, env=os.environ | common | own, start_new_session=True))
             return _wait(children, grace)
@@ -74,6 +83,29 @@ def end_with_launcher() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != int(launcher):  # it ended in between
         os.kill(os.getpid(), signal.SIGTERM)
+
+
+def end_process(code: int) -> NoReturn:
+    """End this process, one of several, with exit handlers and flushed output, but without taking its objects apart.
+
+    Destroying a process group of torch's waits, with the interpreter locked, for gloo's threads; a thread that just
+    then releases a tensor waits for the interpreter (torch 2.11 to 2.13). The process, its work done, would never end.
+    """
+    gc.freeze()  # exit handlers may start a collection, which would reach the group
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
+
+
+@contextmanager
+def reserved_port() -> Iterator[int]:
+    """A free port of this machine that, inside, nobody is given by chance; torch's store can listen on it."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the store does; of two such one may listen
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
 
 
 @contextmanager
@@ -124,10 +156,3 @@ def _send(processes: Sequence[int], number: int) -> None:
             os.kill(process, number)
         except ProcessLookupError:
             continue
-
-
-def _free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        port: int = listening.getsockname()[1]
-        return port

@@ -35,7 +35,6 @@ def main(argv: Sequence[str]) -> int:
         loud = evaluate(Settings(**told | {"models": tuple(told["models"])}))
         for line in loud:
             print(f"zaya eval: warning: {line}", file=sys.stderr)
-        dist.destroy_process_group()
     except _Stopped:
         return 143
     except KeyboardInterrupt:
@@ -58,4 +57,4 @@ def _stop(number: int, frame: FrameType | None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    launching.end_process(main(sys.argv[1:]))

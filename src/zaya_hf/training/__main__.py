@@ -10,6 +10,8 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
+from zaya_hf import launching
+
 from . import launch, run, settings_files
 
 
@@ -52,4 +54,7 @@ def _is_of_connections(error: Exception) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    if dist.is_initialized():
+        launching.end_process(code)
+    sys.exit(code)
