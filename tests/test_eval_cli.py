@@ -19,6 +19,7 @@ from commands import error_line, zaya
 from evaluation_runs import Bench, bench, read, write_model, write_suite
 from zaya_hf import launching
 from zaya_hf.evaluation import data, runs
+from zaya_hf.evaluation.code_execution import CONSENT
 from zaya_hf.quickstart import bpe
 from zaya_hf.testing import redraw, tiny_config
 
@@ -126,12 +127,26 @@ class TestUsage:
         assert not out.exists()
 
     def test_code_is_not_run_without_consent(
-        self, capsys: pytest.CaptureFixture[str], bench: Bench, model: Path, tmp_path: Path
+        self,
+        capsys: pytest.CaptureFixture[str],
+        bench: Bench,
+        model: Path,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         """Refused before the model is loaded, rather than a score of 0 in the end."""
+        monkeypatch.delenv(CONSENT, raising=False)
         line = error_line(capsys, "eval", "--suite", "code", "--models", model, "--out", tmp_path / "out")
         assert "--allow-code-execution" in line
         assert bench.loaded == []
+
+    def test_consent_may_come_from_the_environment(
+        self, capsys: pytest.CaptureFixture[str], model: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for value, refused in (("1", False), ("0", True)):
+            monkeypatch.setenv(CONSENT, value)
+            _, out, err = zaya(capsys, "eval", "--suite", "code", "--models", model, "--dry-run")
+            assert ("consent: " in out + err) == refused
 
     def test_data_is_handed_on(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
         told: list[Any] = []

@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
         suite=args.suite,
         models=tuple(args.models),
         out=str(args.out or ""),
-        allow_code_execution=args.allow_code_execution,
+        allow_code_execution=args.allow_code_execution or _module("code_execution").consented(),
         **{name: getattr(args, name) for name in names},
     )
     if args.dry_run:
